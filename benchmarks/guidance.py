@@ -274,7 +274,8 @@ def main() -> None:
                 for found in (one, two)
             )
             print(
-                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}, by CPU time {run['cpu_ratio']:.2f}",
+                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; "
+                f"ratio {run['ratio']:.2f}, by CPU time {run['cpu_ratio']:.2f}",
                 flush=True,
             )
     if options.json:

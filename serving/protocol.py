@@ -254,6 +254,7 @@ class Failed(Message):
     message: str
     status: int = 500
     code: str = "engine_failed"
+    retry_after_s: float | None = None
 
 
 ToEngine = Speak | Feed | Cancel | Heard

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-
-from torch import Tensor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from compile_cache import threads
-from serving.engine.device.streams import Stream
+from serving.engine.device.streams import AsyncCopy, Stream
 from serving.engine.inbox import Inbox
 from serving.engine.job import Job, Worker
 from zoo.contract import Prompt, following
@@ -21,19 +19,21 @@ class Composer:
         self.inbox = inbox
         self.stream = stream
         self.check_room = check_room
-        self.executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
+        self.executor: Executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
 
-    def compose(self, job: Job, frames: Tensor) -> None:
-        """Begin the prompt that follows a pass of `frames` [F, *frame]; it arrives in the inbox."""
+    def compose(self, job: Job, tape: AsyncCopy) -> None:
+        """Begin the prompt that follows a pass of these frames [F, *frame]; it arrives in the inbox. Only
+        that thread waits until the device has copied them."""
         job.is_composing = True
-        future = self.executor.submit(self._next_prompt, job, frames)
+        future = self.executor.submit(self._next_prompt, job, tape)
         future.add_done_callback(lambda future: self._done(job, future))
 
     def _done(self, job: Job, future: Future[Prompt | None]) -> None:
         self.inbox.compose(job, future)
 
-    def _next_prompt(self, job: Job, frames: Tensor) -> Prompt | None:
+    def _next_prompt(self, job: Job, tape: AsyncCopy) -> Prompt | None:
         """Raises RequestError."""
+        [frames] = tape.tensors()
         with self.stream.here():
             prompt = following(job.passes, frames)
         if prompt is None:

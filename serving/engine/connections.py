@@ -23,7 +23,7 @@ from zoo.request import RequestError
 from zoo.text.open_text import OpenText
 
 # By a failure's code. 422: the request was understood, and asking for it again would end the same way.
-STATUS = {"no_audio": 422, "engine_stopped": 503, "stalled": 408}
+STATUS = {"no_audio": 422, "engine_stopped": 503, "engine_full": 503, "stalled": 408}
 PROMPT_THREADS = 2
 STATS_S = 1.0  # from one report of figures to the next
 
@@ -297,9 +297,9 @@ class Bridge:
             case Finished():
                 self._end(client, id)
                 client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
-            case Failed():
+            case Failed(message, code, retry_after_s):
                 self._end(client, id)
-                client.send(protocol.Failed(id, event.message, STATUS.get(event.code, 500), event.code))
+                client.send(protocol.Failed(id, message, STATUS.get(code, 500), code, retry_after_s))
 
     def _end(self, client: Client, id: str) -> None:
         client.open.discard(id)

@@ -157,6 +157,7 @@ class Engine:
 
             with cached(model.family) if model.runner.is_compiled else nullcontext() as entry:
                 warmup.warm(model.runner, tell, entry)
+            model.forecaster.seed(warmup.LaunchTimes(model.runner), model.family.spec.window.sizes)
         self._warm_graphs = counts().graphs
 
     def speak(
@@ -273,7 +274,9 @@ class Engine:
             self.iterations.add(self.clock() - began_s)
         for model in self.models.values():
             model.record_speakers()
-        return bool(finished) or any(not model.is_idle for model in self.models.values())
+        self.lifecycle.refuse_late()
+        are_idle = self.paging.is_idle and all(model.is_idle for model in self.models.values())
+        return bool(finished) or not are_idle
 
 
 def check_settings(families: Mapping[str, Family[Any]], codec: str, max_slots: int) -> None:

@@ -43,10 +43,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine cannot continue this request. No event follows."""
+    """The engine cannot continue this request. No event follows. retry_after_s: when another try may
+    succeed."""
 
     message: str
     code: str = "engine_failed"
+    retry_after_s: float | None = None
 
 
 Event = Audio | Text | Spoken | Finished | Failed

@@ -16,7 +16,7 @@ from serving.engine.inbox import Inbox
 from serving.engine.job import Job, QueuedRequest, Worker
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import MAX_RETRY_S, MIN_RETRY_S
+from serving.engine.schedule.numbers import LATE_FACTOR, MAX_RETRY_S, MIN_RETRY_S
 from serving.protocol import Listener
 from zoo.contract import Prompt
 from zoo.request import Request, RequestError
@@ -28,6 +28,11 @@ class Full(Exception):
     def __init__(self, why: str, retry_after_s: float):
         super().__init__(f"{why}; try again in {math.ceil(retry_after_s)} s")
         self.retry_after_s = retry_after_s
+
+
+def too_late(wait_s: float, max_ttfa_s: float) -> Full:
+    why = f"first audio is expected in {math.ceil(wait_s)} s, later than the limit of {max_ttfa_s:g} s"
+    return Full(why, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Intake:
             except Full:
                 worker.counters.num_refused += 1
                 raise
-            worker.queue.requests[id] = request
+            worker.queue.add(request)
             self.reference_bytes += reference_bytes
         return request
 
@@ -120,9 +125,7 @@ class Intake:
         if is_flexible:
             return None
         if predicted_s is not None and limits.max_ttfa_s is not None and predicted_s > limits.max_ttfa_s:
-            wait_s = math.ceil(predicted_s)
-            late = f"first audio is expected in {wait_s} s, later than the limit of {limits.max_ttfa_s:g} s"
-            raise Full(late, retry_after_s)
+            raise too_late(predicted_s, limits.max_ttfa_s)
         return predicted_s
 
     def prepare(self, queued: QueuedRequest, request: Callable[[], Request]) -> None:
@@ -149,13 +152,24 @@ class Intake:
         if queued.has_left:
             return
         if job is None:
-            del queued.model.queue.requests[queued.id]
+            queued.model.queue.remove(queued.id)
             return
         queued.is_made = True
         num_tokens = sum(len(lane.inputs) for lane in job.prompt.lanes)
         queued.model.forecaster.record_prompt(num_tokens, took_s, queued.reference_bytes > 0)
         self.inbox.news.jobs.append(job)
         self.inbox.lock.notify()
+
+    def late(self) -> list[tuple[QueuedRequest, Full]]:
+        """Return the requests in line that are now expected to be heard much later than the limit, and their
+        refusals. For the engine's thread."""
+        if self.limits.max_ttfa_s is None:
+            return []
+        max_ttfa_s = LATE_FACTOR * self.limits.max_ttfa_s
+        now_s = self.clock()
+        with self.inbox.lock:
+            late = [pair for each in self.models.values() for pair in each.queue.late(now_s, max_ttfa_s)]
+        return [(queued, too_late(wait_s, self.limits.max_ttfa_s)) for queued, wait_s in late]
 
     def check_room(self, worker: Worker, prompt: Prompt) -> None:
         """Raises RequestError for a pass that can never have its positions or its pages."""
@@ -175,16 +189,16 @@ class Intake:
             for model in self.models.values():
                 if (queued := model.queue.requests.get(id)) is not None:
                     self.leave(queued)
+                    if not queued.is_made:
+                        self.inbox.news.left.append(queued)
             self.inbox.news.cancelled[id] = None
             self.inbox.lock.notify()
 
     def leave(self, queued: QueuedRequest) -> None:
         """Take a request out of the queue at once. Its prompt is not begun any more; one that is being built
         is dropped."""
-        del queued.model.queue.requests[queued.id]
+        queued.model.queue.remove(queued.id)
         queued.has_left = True
-        if not queued.is_made:
-            self.inbox.news.left.append(queued)
         if not queued.is_preparing:
             self.reference_bytes -= queued.reference_bytes
 

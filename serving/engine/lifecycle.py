@@ -67,7 +67,7 @@ class Lifecycle:
             job.queued_s = self.clock()
             job.model.queue.jobs.append(job)
         for job, prompt in news.composed:
-            self._queue_pass(job, prompt)
+            self._begin_pass(job, prompt)
         for id, tokens, is_last in news.fed:
             self._feed(id, tokens, is_last)
         for id, frames in news.consumed:
@@ -111,16 +111,23 @@ class Lifecycle:
             head = candidates[0]
             if job is not head and head.pages.num_skips >= MAX_SKIPS:
                 break
-            if job.model.admit(job, self.paging.uncommitted):
+            if self._admit_job(job, may_pause=job is head):
                 head.pages.num_skips += job is not head
                 self._is_in(job)
                 return True
         return False
 
+    def _admit_job(self, job: Job, may_pause: bool) -> bool:
+        """Return whether a job got its slot and its pages, which others may be paused for."""
+        uncommitted = self.paging.uncommitted
+        if job.model.admit(job, uncommitted):
+            return True
+        return may_pause and self.paging.make_room(job) and job.model.admit(job, uncommitted)
+
     def _is_in(self, job: Job) -> None:
         """The job has a slot."""
         with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)  # None: of a later pass
+            job.model.queue.remove(job.id)
         unfed = job.unfed
         job.unfed = []
         for tokens, is_last in unfed:
@@ -138,11 +145,10 @@ class Lifecycle:
         if job.prompt.is_final:
             self._end(job)
         else:
-            self.composer.compose(job, job.model.tape(job))
+            self.composer.compose(job, job.model.copy_tape(job))
 
-    def _queue_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
-        """Queue a next pass before all requests that wait, since its own came before them; or end the answer
-        if none follows."""
+    def _begin_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
+        """Begin a next pass in its slot, or end the answer if none follows."""
         if self.intake.known.get(job.id) is not job or composed.cancelled():
             return
         error = composed.exception()
@@ -153,10 +159,8 @@ class Lifecycle:
         prompt = composed.result()
         if prompt is None:
             return self._end(job)
-        job.model.release(job)
         job.next_pass(prompt)
-        job.queued_s = self.clock()
-        job.model.queue.jobs.appendleft(job)
+        self.paging.begin_pass(job)
 
     # ends
 
@@ -172,6 +176,21 @@ class Lifecycle:
             for job in model.stalled_jobs(since_s):
                 self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
 
+    def refuse_late(self) -> None:
+        """End the requests in line that would now be heard much later than the limit."""
+        for queued, full in self.intake.late():
+            job = self.intake.known.get(queued.id)
+            if job is None and queued.is_made:
+                continue  # its job comes with the next news
+            queued.model.counters.num_refused += 1
+            last = Failed(str(full), code="engine_full", retry_after_s=full.retry_after_s)
+            if job is not None:
+                self._release(job, last)
+                continue
+            with self.inbox.lock:
+                self.intake.leave(queued)
+            queued.deliver(last)
+
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""
         rows = [model.scheduler.slots.listener for model in self.models.values()]
@@ -182,18 +201,19 @@ class Lifecycle:
     def _release(self, job: Job, last: Event) -> None:
         del self.intake.known[job.id]
         with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)
+            job.model.queue.remove(job.id)
         job.model.release(job)
         job.deliver(last)
 
     def end_all(self, last: Failed) -> None:
         with self.inbox.lock:
             self.intake.is_over = True
-            for model in self.models.values():
-                for queued in tuple(model.queue.requests.values()):
-                    self.intake.leave(queued)
+            queued = [each for model in self.models.values() for each in model.queue.requests.values()]
+            for each in queued:
+                self.intake.leave(each)
             news = self.inbox.news
-            late: list[Job | QueuedRequest] = [*news.jobs, *news.left]
+            unmade = [each for each in queued if not each.is_made]
+            late: list[Job | QueuedRequest] = [*news.jobs, *news.left, *unmade]
             news.jobs.clear()
             news.left.clear()
         for job in tuple(self.intake.known.values()):

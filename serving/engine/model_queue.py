@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 
 from serving.engine.job import Job, QueuedRequest
-from serving.engine.schedule.admission import Forecaster
+from serving.engine.schedule.admission import Forecaster, Line
 from serving.engine.schedule.numbers import FLEXIBLE_SLOTS_KEPT, TRIAL_BUFFER_S
 from serving.engine.schedule.scheduler import Scheduler
-from serving.protocol import Listener
 
 
 class ModelQueue:
@@ -25,29 +25,26 @@ class ModelQueue:
         self.clock = clock
         self.requests: dict[str, QueuedRequest] = {}
         self.jobs: deque[Job] = deque()
+        self._line: Line | None = None
 
     def candidates(self, count: int, running: Collection[Job]) -> list[Job]:
         """Return the first jobs that may have a free slot now; flexible ones come last."""
-        jobs = sorted(self.jobs, key=lambda job: job.rank)
-        if not jobs:
+        if not self.jobs:
             return []
-        # A fast listener at the head leaves room for fewer, and is not passed for it.
-        head = Listener(speed=jobs[0].listener.speed)
-        is_able = {
-            False: self.has_room(head, running),
-            True: self.has_room(Listener(is_flexible=True), running),
-        }
+        jobs = sorted(self.jobs, key=lambda job: job.rank)
+        is_able = {is_flexible: self.has_room(is_flexible, running) for is_flexible in (False, True)}
         return [job for job in jobs if is_able[job.listener.is_flexible]][:count]
 
-    def has_room(self, listener: Listener, running: Collection[Job]) -> bool:
-        """Return whether one more may speak now. Some slots are kept from flexible requests."""
-        num_flexible = sum(job.listener.is_flexible for job in running)
-        if listener.is_flexible:
-            return num_flexible < self.num_slots - self.num_slots // FLEXIBLE_SLOTS_KEPT
-        speeds = [job.listener.speed for job in running if not job.listener.is_flexible]
-        frame_s = self.scheduler.timing.frame_s / max([listener.speed, *speeds])
-        max_streams = min(self.forecaster.outlook.max_concurrency, self.forecaster.max_concurrency(frame_s))
-        num = len(running) - num_flexible
+    def has_room(self, is_flexible: bool, running: Collection[Job]) -> bool:
+        """Return whether one more may speak now. Some slots are kept from flexible requests, and a
+        session that waits for text takes the place of nobody."""
+        listeners = [job for job in running if not job.listener.is_flexible]
+        if is_flexible:
+            return len(running) - len(listeners) < self.num_slots - slots_kept(self.num_slots)
+        is_quiet = self.scheduler.is_quiet(self.clock())
+        speeds = [job.listener.speed for job in listeners if not is_quiet[job.slot]]
+        num = len(speeds)
+        max_streams = min(self.forecaster.outlook.max_concurrency, self.forecaster.max_concurrency(speeds))
         return num < max_streams or (num == max_streams and self._may_try(num + 1))
 
     def _may_try(self, num: int) -> bool:
@@ -57,12 +54,60 @@ class ModelQueue:
         is_stale = self.forecaster.costs.is_stale(num)
         return is_stale and self.scheduler.runs_dry_in_s(self.clock()) >= TRIAL_BUFFER_S
 
+    # the line, under the engine's lock
+
+    def add(self, request: QueuedRequest) -> None:
+        """Let a request join the line."""
+        self.requests[request.id] = request
+        if not request.listener.is_flexible:
+            self._join(self.line, request)
+
+    def remove(self, id: str) -> None:
+        """Take a request out of the line, if it stands there."""
+        if self.requests.pop(id, None) is not None:
+            self._line = None
+
+    @property
+    def line(self) -> Line:
+        """The requests that are ahead of a newcomer: made once an iteration, and then kept."""
+        if self._line is None or self._line.outlook is not self.forecaster.outlook:
+            self._line = Line(self.forecaster.outlook)
+            for request in self._listeners:
+                self._join(self._line, request)
+        return self._line
+
+    @property
+    def _listeners(self) -> list[QueuedRequest]:
+        return [each for each in self.requests.values() if not each.listener.is_flexible]
+
+    def _join(self, line: Line, request: QueuedRequest) -> None:
+        has_recordings = request.reference_bytes > 0 and not request.is_made
+        line.join(self.forecaster.expected(request.text_bytes), has_recordings)
+
     def predicted_first_audio_s(self, text_bytes: int, has_recordings: bool) -> float | None:
         """Return the seconds until a request that comes now is heard, unless it is flexible; None before
         anything is known."""
-        requests = [each for each in self.requests.values() if not each.listener.is_flexible]
-        ahead = [self.forecaster.expected(each.text_bytes) for each in requests]
-        num_recordings = sum(each.reference_bytes > 0 and not each.is_made for each in requests)
-        return self.forecaster.first_audio_s(
-            text_bytes, ahead, has_recordings, num_recordings if has_recordings else 0
-        )
+        newcomer = self.forecaster.expected(text_bytes)
+        wait_s = self.forecaster.first_audio_s(self.line, newcomer, has_recordings)
+        return None if wait_s is None else self.forecaster.correction.factor * wait_s
+
+    def late(self, now_s: float, max_ttfa_s: float) -> list[tuple[QueuedRequest, float]]:
+        """Return the requests in line that would be heard later than so long after they were accepted, and
+        the seconds until then. The others stay in line as if these had left. Without the correction, which
+        follows from short waits too, and would double a long one within some requests."""
+        late = []
+        line = Line(self.forecaster.outlook)
+        for request in self._listeners:
+            has_recordings = request.reference_bytes > 0 and not request.is_made
+            newcomer = self.forecaster.expected(request.text_bytes)
+            wait_s = self.forecaster.first_audio_s(line, newcomer, has_recordings)
+            if wait_s is not None and now_s - request.accepted_s + wait_s > max_ttfa_s:
+                late.append((request, wait_s))
+            else:
+                line.join(newcomer, has_recordings)
+        return late
+
+
+def slots_kept(num_slots: int) -> int:
+    """Return how many slots are kept from flexible requests: one in so many, and at least one of several."""
+    return min(math.ceil(num_slots / FLEXIBLE_SLOTS_KEPT), num_slots - 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from serving.engine.counters import ModelCounters
 from serving.engine.device.arena import Arena
 from serving.engine.device.runner import Runner
+from serving.engine.device.streams import AsyncCopy
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
@@ -135,8 +137,7 @@ class ModelWorker:
         committed = self.num_pages(job.prompt)
         if self.pages.pages.free <= job.pages.too_few or committed > max_committed:
             return False
-        needed = self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
-        skips = self.pages.take(job, needed)
+        skips = self.pages.take(job, self._needed(job))
         if skips is None:
             job.pages.too_few = self.pages.pages.free
             return False
@@ -145,21 +146,49 @@ class ModelWorker:
         job.slot = self.tenants.free.pop()
         job.pages.committed = committed
         self.running[job.slot] = job
-        self._open(job, skips)
+        is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
+        listener = replace(job.listener, is_reproducible=is_reproducible)
+        self._begin(job, skips, partial(self.scheduler.open, listener=listener))
         return True
 
-    def _open(self, job: Job, skips: list[int]) -> None:
-        is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
-        self.scheduler.open(
+    def begin_pass(self, job: Job) -> bool:
+        """Begin a job's next pass in its slot: its listener waits for no place. Return whether it has pages;
+        without any it is paused."""
+        job.past.frames += job.pass_frames
+        self.pages.give_back(job)
+        job.pages.drop()
+        job.pages.committed = self.num_pages(job.prompt)
+        self.tenants.renew(job.slot)
+        skips = self.pages.take(job, self._needed(job))
+        if skips is None and self.settings.grows:
+            first_frames = self.scheduler.shapes.first_frames
+            skips = self.pages.take(job, self.pages.num_needed(job.prompt, first_frames))
+        has_pages = skips is not None
+        if skips is None:
+            skips = [0 for _ in job.prompt.lanes]
+            job.pages.lanes = [[] for _ in job.prompt.lanes]
+            job.pages.saved = self.runner.save([])
+        self._begin(job, skips, self.scheduler.begin_pass)
+        self.scheduler.slots.lacks_pages[job.slot] = not has_pages
+        return has_pages
+
+    def _needed(self, job: Job) -> list[int]:
+        """Return the pages of each lane with which a job begins."""
+        return self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
+
+    def num_to_admit(self, job: Job) -> int:
+        """Return the pages with which a job begins; fewer if some are shared."""
+        return sum(self._needed(job))
+
+    def _begin(self, job: Job, skips: list[int], begin: Callable[..., None]) -> None:
+        begin(
             job.slot,
             [len(lane.inputs) - 1 for lane in job.prompt.lanes],
             skips,
-            listener=replace(job.listener, is_reproducible=is_reproducible),
             grid_offset=job.prompt.grid_offset,
             steps=job.prompt.num_fed_steps,
-            plays_until_s=job.past.plays_until_s,
             expected_frames=self._expected_frames(job),
-            num_unread=job.past.num_unread,
+            is_final=job.prompt.is_final,
         )
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
@@ -172,10 +201,7 @@ class ModelWorker:
             self.queue.jobs.remove(job)
             return
         del self.running[job.slot]
-        rows = self.scheduler.slots.listener
         job.past.frames += job.pass_frames
-        job.past.plays_until_s = float(rows.plays_until_s[job.slot])
-        job.past.num_unread = int(rows.num_unread[job.slot])
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self.pages.give_back(job)
@@ -196,8 +222,6 @@ class ModelWorker:
         """Record that a job's listener consumed so many frames."""
         if job.slot >= 0:
             self.scheduler.consume(job.slot, frames, self.clock())
-        elif job.listener.is_metered:
-            job.past.num_unread = max(job.past.num_unread - frames, 0)
 
     def stalled_jobs(self, since_s: float) -> list[Job]:
         """Return the jobs that have been paused by backpressure since before then."""
@@ -219,10 +243,15 @@ class ModelWorker:
     def record_speakers(self) -> None:
         """Refresh the estimates that the next iteration's decisions read."""
         scheduler, forecaster = self.scheduler, self.forecaster
-        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s)
+        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, self._speeds)
         scheduler.timing.iteration_s = forecaster.iteration_s
         scheduler.timing.other_models_s = forecaster.outlook.other_models_s
         scheduler.timing.step_s = forecaster.costs.iteration_s(slots=len(self.running))
+
+    @property
+    def _speeds(self) -> list[float]:
+        """At which speeds listeners play."""
+        return [job.listener.speed for job in self.running.values() if not job.listener.is_flexible]
 
     # pages
 
@@ -236,9 +265,11 @@ class ModelWorker:
             return []
         return [self.running[slot] for slot in self.pages.short_slots(self.scheduler.decoding_slots())]
 
-    def decoding_jobs(self) -> list[Job]:
-        """Return the jobs that take steps, and could be paused."""
-        return [self.running[slot] for slot in self.scheduler.decoding_slots().tolist()]
+    def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool:
+        """Return whether a job would take steps if it had pages. is_flexible_time: None for now's."""
+        if is_flexible_time is None:
+            is_flexible_time = self.scheduler.is_flexible_time
+        return bool(self.scheduler.slots.may_step(is_flexible_time)[job.slot])
 
     def buffered_s(self, job: Job) -> float:
         """Return the audio that a job's listener has not played yet."""
@@ -249,9 +280,18 @@ class ModelWorker:
         self.pages.save(job)
         self.scheduler.slots.lacks_pages[job.slot] = True
 
+    def _needed_to_resume(self, job: Job) -> list[int]:
+        if self.settings.grows:
+            return self.pages.needed_to_resume(job)
+        return self.pages.num_needed(job.prompt)
+
+    def num_to_resume(self, job: Job) -> int:
+        """Return the pages without which a paused job cannot go on."""
+        return sum(self._needed_to_resume(job))
+
     def resume(self, job: Job) -> bool:
         """Return whether there were enough pages for a paused job."""
-        is_back = self.pages.restore(job)
+        is_back = self.pages.restore(job, self._needed_to_resume(job))
         if is_back:
             self.scheduler.slots.lacks_pages[job.slot] = False
         return is_back
@@ -264,9 +304,14 @@ class ModelWorker:
     def is_done(self, slot: int) -> bool:
         return bool(self.scheduler.slots.tape.is_done[slot])
 
-    def tape(self, job: Job) -> Tensor:
-        """Return the frames of a job's pass so far [F, *frame], on the host."""
+    def copy_tape(self, job: Job) -> AsyncCopy:
+        """Return the frames of a job's pass so far [F, *frame], on their way to the host."""
         return self.runner.frames(job.slot, self.num_ready(job.slot))
+
+    def tape(self, job: Job) -> Tensor:
+        """Return the same on the host. Waits for the device."""
+        [frames] = self.copy_tape(job).tensors()
+        return frames
 
     def finished(self) -> list[Job]:
         """Return the jobs whose pass is over and whose listener has all of it."""

@@ -16,8 +16,12 @@ class Tenants:
         self.generation = np.zeros(num_slots, np.int64)
         self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
 
-    def leave(self, slot: int) -> None:
+    def renew(self, slot: int) -> None:
+        """Let reports of launches so far find nobody: the slot's next pass begins."""
         self.generation[slot] += 1
+
+    def leave(self, slot: int) -> None:
+        self.renew(slot)
         self.leaving.add(slot)
         self.free_up()
 

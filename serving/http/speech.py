@@ -220,7 +220,7 @@ class Speech:
 
     def failure(self, failed: protocol.Failed) -> HTTPException:
         """Return an engine failure as an error answer."""
-        retry_after_s = AWAY_RETRY_S if failed.status == 503 else None
+        retry_after_s = failed.retry_after_s or (AWAY_RETRY_S if failed.status == 503 else None)
         return refusal(
             failed.status, failed.message, code=failed.code, retry_after_s=retry_after_s, request_id=self.id
         )

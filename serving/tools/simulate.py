@@ -8,6 +8,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
-from serving.engine.device.streams import Streams
+from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
-from zoo.request import Request
+from zoo.request import Request, RequestError
 
 RATE_HZ = 1000  # of simulated samples: a frame of any length has whole ones
 
@@ -190,8 +191,8 @@ class SimulatedRunner:
     def restore(self, pages: Sequence[int], saved: Copy) -> None:
         self._launch(self.cost.save_s * len(pages))
 
-    def frames(self, slot: int, count: int) -> Tensor:
-        return torch.zeros(count, 1, dtype=torch.int64)
+    def frames(self, slot: int, count: int) -> AsyncCopy:
+        return AsyncCopy((torch.zeros(count, 1, dtype=torch.int64),))
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -257,6 +258,18 @@ class Heard:
         return None if self.first_s is None else self.first_s - self.submitted_s
 
 
+class AtOnce(Executor):
+    """An executor without a thread, so that next passes come at the same simulated time in each run."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **fields: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **fields))
+        except RequestError as error:
+            future.set_exception(error)
+        return future
+
+
 @dataclass
 class Simulation:
     """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report
@@ -282,7 +295,9 @@ class Simulation:
             report_lag=int(self.is_async) if self.report_lag is None else self.report_lag,
             **self.settings,
         )
+        self.engine.composer.executor = AtOnce()
         [self.model] = self.engine.models.values()
+        self.model.forecaster.seed(self.cost, self.voice.spec.window.sizes)  # as a warm-up does
         self.heard: list[Heard] = []
 
     def submit(self, request: Request, **how: Any) -> Heard:

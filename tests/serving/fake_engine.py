@@ -213,6 +213,8 @@ class FakeEngine:
         match what:
             case "full":
                 return send(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
+            case "late":
+                return send(protocol.Failed(id, "first audio is expected in 30 s", 503, "engine_full", 30.0))
             case "die":
                 return self.away()
             case "queued":

@@ -131,11 +131,12 @@ class Family(nn.Module, ABC, Generic[S]):
         for i, piece in enumerate(pieces):
             seed = prefix_key(request.seed, i) if i else request.seed
             asked = replace(request, text=piece, seed=seed, max_frames=None)
-            prompt = self.prompt(asked) if said is None else self.later_prompt(asked, said)
+            prompt = self._piece(asked, said)
+            if left is not None and left < prompt.max_frames:
+                # The family may have other limits, which follow from this one.
+                prompt = self._piece(replace(asked, max_frames=left), said)
             prompt.is_final = i == len(pieces) - 1
             prompt.expected_s, prompt.text = expected_s(piece), piece
-            if left is not None:
-                prompt.max_frames = min(prompt.max_frames, left)
             frames = yield prompt
             if left is not None:
                 left -= len(frames)
@@ -143,6 +144,10 @@ class Family(nn.Module, ABC, Generic[S]):
                     return
             if self.spec.keeps_voice and not request.references and said is None and len(frames):
                 said = Said(piece, frames.clone())  # a copy, because the slot is reused
+
+    def _piece(self, request: Request, said: Said | None) -> Prompt:
+        """Build the prompt of a piece, in the voice of what was said."""
+        return self.prompt(request) if said is None else self.later_prompt(request, said)
 
     def step(self, state: S, batch: Batch) -> Tensor:
         """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is

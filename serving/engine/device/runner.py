@@ -136,14 +136,14 @@ class Runner:
 
     def save(self, pages: Sequence[int]) -> AsyncCopy:
         """Copy to the host what is written to these pages by now, and by work in flight."""
-        at = torch.tensor(pages)
+        at = torch.tensor(pages, dtype=torch.int64)
         return self.streams.lm.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
 
     def restore(self, pages: Sequence[int], saved: AsyncCopy) -> None:
         """Write what was saved to as many other pages."""
         [values] = saved.tensors()
         assert len(pages) == len(values), f"{len(values)} saved pages are written to {len(pages)}"
-        at = torch.tensor(pages)
+        at = torch.tensor(pages, dtype=torch.int64)
 
         def work() -> tuple[()]:
             self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)
@@ -157,11 +157,9 @@ class Runner:
         with self.streams.lm.here(), torch.inference_mode():
             return self.family.feed(self.state, slot, tokens, is_last)
 
-    def frames(self, slot: int, count: int) -> Tensor:
-        """Return the first frames on a slot's tape [F, *frame], on the host. Waits for the device, so only at
-        the end of a pass."""
-        (frames,) = self.streams.lm.run(lambda: (self.state.tape[slot, :count],)).tensors()
-        return frames
+    def frames(self, slot: int, count: int) -> AsyncCopy:
+        """Return the first frames on a slot's tape [F, *frame], on their way to the host."""
+        return self.streams.lm.run(lambda: (self.state.tape[slot, :count],))
 
     # launches
 

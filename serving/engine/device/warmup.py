@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from compile_cache.artifacts import Entry
 from compile_cache.lower import any_size
@@ -22,6 +23,8 @@ from serving.engine.device.streams import Stream
 from zoo.contract import Batch, View
 
 WARM_S = 3.0  # that the sizes of renders may take together
+TIMED_LAUNCHES = 3  # of one kind and size; the shortest counts
+TIMED_POSITIONS = 256  # in the KV cache of each sequence of a timed step
 
 
 @torch.inference_mode()
@@ -61,26 +64,29 @@ def warm_step(runner: Runner, entry: Entry | None = None) -> None:
 
 def warm_prefill(runner: Runner) -> None:
     """On a GPU every number of tokens is recorded, the largest first."""
-    room = runner.table.max_pages * runner.page_tokens
     for num_tokens in sorted(runner.sizes.prefill_tokens, reverse=True) if runner.is_recorded else [3]:
-        sequences, own = runner.sequences(spare_slots(runner, 1))[:1], min(num_tokens, room)
-        runner.kv_lens[sequences] = own
-        owner, positions = np.repeat(sequences, num_tokens), np.arange(num_tokens, dtype=INT) % room
-        starts = np.array([0, own], INT)
-        arrive, _ = runner.staging.prefill(sequences, owner, positions, starts)
-        inputs, is_audio = runner.staging.inputs[:num_tokens], runner.staging.is_audio[:num_tokens]
-        if not runner.is_recorded:
-            inputs = torch.zeros(
-                num_tokens, runner.family.spec.width, dtype=runner.family.dtype, device=runner.device
-            )
-            is_audio = torch.zeros(num_tokens, dtype=torch.bool, device=runner.device)
-        batch = runner.staging.batch(arrive(), is_audio)
+        inputs, batch = prefill_of(runner, num_tokens)
         if runner.lowered.how[1] == Whole():
             mark_sizes(batch, tokens="tokens")
             any_size((inputs,), 0, "tokens")
         runner.lowered.step_graphs.record(
             ("prefill", num_tokens), partial(runner.lowered.prefill, inputs, batch)
         )
+
+
+def prefill_of(runner: Runner, num_tokens: int) -> tuple[Tensor, Batch]:
+    """Return the inputs of a prefill of the spare slot. On a GPU there are as many as are recorded."""
+    room = runner.table.max_pages * runner.page_tokens
+    sequences, own = runner.sequences(spare_slots(runner, 1))[:1], min(num_tokens, room)
+    runner.kv_lens[sequences] = own
+    owner, positions = np.repeat(sequences, num_tokens), np.arange(num_tokens, dtype=INT) % room
+    arrive, num_tokens = runner.staging.prefill(sequences, owner, positions, np.array([0, own], INT))
+    inputs, is_audio = runner.staging.inputs[:num_tokens], runner.staging.is_audio[:num_tokens]
+    if not runner.is_recorded:
+        family = runner.family
+        inputs = torch.zeros(num_tokens, family.spec.width, dtype=family.dtype, device=runner.device)
+        is_audio = torch.zeros(num_tokens, dtype=torch.bool, device=runner.device)
+    return inputs, runner.staging.batch(arrive(), is_audio)
 
 
 def warm_render(runner: Runner, frames: int, length: int) -> None:
@@ -113,6 +119,54 @@ def warm_sizes(runner: Runner) -> None:
             break
         if rows != WARM_SLOTS:  # the graph's own
             runner.lowered.render(nothing_of(runner, rows, frames, (window.lengths or (0,))[0]))
+
+
+class LaunchTimes:
+    """Seconds of single launches of a warm runner, on the spare slot alone, until the device is done."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+
+    def step_s(self, slots: int) -> float:
+        runner, table = self.runner, self.runner.table
+        with runner.streams.lm.here(), torch.inference_mode():
+            runner.kv_lens[table.spares] = min(TIMED_POSITIONS, table.max_pages * table.page_tokens)
+            rows = spare_slots(runner, runner.sizes.step_rows(slots))
+            step = partial(runner.lowered.step, runner.staging.batch(runner.staging.step(rows)()))
+            return self._timed(partial(runner.lowered.step_graphs.run, ("step", len(rows)), step))
+
+    def prefill_s(self, tokens: int) -> float:
+        runner = self.runner
+        with runner.streams.lm.here(), torch.inference_mode():
+            inputs, batch = prefill_of(runner, min(tokens, runner.sizes.prefill_tokens[-1]))
+            prefill = partial(runner.lowered.prefill, inputs, batch)
+            return self._timed(partial(runner.lowered.step_graphs.run, ("prefill", len(inputs)), prefill))
+
+    def render_s(self, rows: int, frames: int) -> float:
+        """More rows than a launch has take several launches."""
+        most = self.runner.sizes.rows_of_launch(frames)
+        num, rest = divmod(rows, most)
+        whole_s = num * self._render_s(most, frames) if num else 0.0
+        return whole_s + (self._render_s(rest, frames) if rest else 0.0)
+
+    def _render_s(self, rows: int, frames: int) -> float:
+        runner = self.runner
+        with runner.streams.renders.here(), torch.inference_mode():
+            length = (runner.family.spec.window.lengths or (0,))[0]
+            view = nothing_of(runner, rows, frames, length)
+            key = ("render", len(view.slots), frames, length)
+            render = partial(runner.lowered.render, view)
+            return self._timed(partial(runner.lowered.render_graphs.run, key, render))
+
+    def _timed(self, launch: Callable[[], object]) -> float:
+        took_s = []
+        for _ in range(TIMED_LAUNCHES):
+            began_s = self.runner.timer()
+            launch()
+            if self.runner.is_recorded:
+                torch.cuda.synchronize(self.runner.device)
+            took_s.append(self.runner.timer() - began_s)
+        return min(took_s)
 
 
 def nothing_of(runner: Runner, rows: int, frames: int, length: int) -> View:

@@ -1,9 +1,10 @@
 """Paging: which streams hold pages when there are too few for all.
 
-A request gets the pages that speech of its text usually takes, and grows page by page. When none is left, the
-stream that is furthest ahead of its listener is paused: its pages are copied to the host, and others use
-them. It comes back, bit for bit, before its listener has played its audio; so the pause is not heard, as
-long as the streams together are made in real time.
+A request gets the pages that speech of its text usually takes, and grows page by page. When none is left,
+one job is paused: its pages are copied to the host, and others use them. Flexible requests give way first,
+then jobs that take no step (their client reads too slowly, or no text is there), then the stream that is
+furthest ahead of its listener. It comes back, bit for bit, before its listener has played its audio; so the
+pause is not heard, as long as the streams together are made in real time.
 
     speaking ──no page is left, and none is further ahead──> paused (keeps its slot; what is on its tape is
     rendered)
@@ -45,19 +46,36 @@ class Paging:
 
     @property
     def may_admit(self) -> bool:
-        return all(job.model.buffered_s(job) >= ADMIT_S for job in self._paused())
+        return all(job.model.buffered_s(job) >= ADMIT_S for job in self._paused() if job.model.may_step(job))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no paused job could speak on, if it had pages."""
+        return not any(job.model.may_step(job, is_flexible_time=True) for job in self._paused())
 
     def deal(self) -> None:
         """Before steps are launched, give a page to each slot that takes one and lacks it, and resume what
         can be resumed."""
-        if not self.max_saved:
-            return
-        short = [job for model in self.models() for job in model.short_jobs()]
+        short = [job for model in self.models() for job in model.short_jobs()] if self.max_saved else []
         for job in sorted(short, key=buffer):
             self._grow(job)
         for job in sorted(self._paused(), key=buffer):
-            if not self._resume(job):
+            if job.model.may_step(job) and not self._resume(job):
                 return
+
+    def begin_pass(self, job: Job) -> None:
+        """Begin the next pass of an answer in its slot. If it lacks pages, it is paused, and gets those of
+        others before its listener has played its audio."""
+        if not job.model.begin_pass(job):
+            self.paused.append(job)
+
+    def make_room(self, job: Job) -> bool:
+        """Pause flexible requests and jobs that take no step, until a listener's first pages are free. Return
+        whether they are."""
+        if not self.max_saved or job.listener.is_flexible:
+            return False
+        others = [other for other in self._holders() if not other.model.may_step(other) or is_flexible(other)]
+        return self._pause_until(job.model.num_to_admit(job), others)
 
     def _paused(self) -> list[Job]:
         """Return the paused jobs that are to speak on."""
@@ -66,28 +84,29 @@ class Paging:
 
     def _grow(self, job: Job) -> None:
         while job.pages.saved is None and not job.model.pages.grow(job):
-            self._pause(max(self._decoding(), key=buffer))
+            self._pause(self._holders()[0])
 
     def _resume(self, job: Job) -> bool:
-        if job.model.resume(job):
-            return True
-        buffered_s = job.model.buffered_s(job)
-        if buffered_s >= RESUME_AT_RISK_S:
-            return False
-        enough_s = buffered_s + RESUME_MARGIN_S
-        others = [other for other in self._decoding() if other.model.buffered_s(other) > enough_s]
-        others.sort(key=buffer, reverse=True)
+        """Return whether a paused job has its pages again, if need be those of others."""
+        others = [other for other in self._holders() if gives_way(other, job)] if self.max_saved else []
+        return self._pause_until(job.model.num_to_resume(job), others) and job.model.resume(job)
+
+    def _pause_until(self, num: int, others: list[Job]) -> bool:
+        """Pause as few of the others as needed to have so many free pages, and none if all are too few."""
         theirs = sum(len(pages) for other in others for pages in other.pages.lanes)
-        if self.pages.free + theirs < job.model.pages.num_to_resume(job):
+        if self.pages.free + theirs < num:
             return False
         for other in others:
+            if self.pages.free >= num:
+                break
             self._pause(other)
-            if job.model.resume(job):
-                return True
-        return False
+        return self.pages.free >= num
 
-    def _decoding(self) -> list[Job]:
-        return [job for model in self.models() for job in model.decoding_jobs()]
+    def _holders(self) -> list[Job]:
+        """Return the jobs that could be paused, in the order in which they give way."""
+        running = (job for model in self.models() for job in model.running.values())
+        holders = [job for job in running if any(job.pages.lanes) and not job.model.is_done(job.slot)]
+        return sorted(holders, key=precedence, reverse=True)
 
     def _pause(self, job: Job) -> None:
         job.model.pause(job)
@@ -98,3 +117,21 @@ class Paging:
 def buffer(job: Job) -> tuple[float, int]:
     """Return how far a job is ahead of its listener; of equals, the one that came last is."""
     return job.model.buffered_s(job), job.arrival
+
+
+def precedence(job: Job) -> tuple[bool, bool, tuple[float, int]]:
+    """Return a key: the job with the largest one is paused first."""
+    return is_flexible(job), not job.model.may_step(job), buffer(job)
+
+
+def is_flexible(job: Job) -> bool:
+    return job.listener.is_flexible
+
+
+def gives_way(other: Job, job: Job) -> bool:
+    """Return whether a job may be paused so that another one, which is paused, speaks on."""
+    if not other.model.may_step(other) or (is_flexible(other) and not is_flexible(job)):
+        return True
+    buffered_s = job.model.buffered_s(job)
+    is_ahead = other.model.buffered_s(other) > buffered_s + RESUME_MARGIN_S
+    return buffered_s < RESUME_AT_RISK_S and is_ahead

@@ -87,9 +87,11 @@ class SlotPages:
         """Return how many pages each lane has written to."""
         return (-(-self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens)).tolist()
 
-    def num_to_resume(self, job: Job) -> int:
-        """Return the pages of a paused job's positions and of its next step."""
-        return int((self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens + 1).sum())
+    def needed_to_resume(self, job: Job) -> list[int]:
+        """Return the pages of each lane of a paused job, for its prompt, its positions and its next step."""
+        prompt = [len(lane.inputs) for lane in job.prompt.lanes]
+        positions = np.maximum(self.runner.kv_lens[self._sequences(job)] + 1, prompt)
+        return (-(-positions // self.runner.page_tokens)).tolist()
 
     def save(self, job: Job) -> None:
         """Copy what a job's pages hold to the host, and give them back."""
@@ -100,22 +102,19 @@ class SlotPages:
         job.pages.lanes = [[] for _ in job.pages.lanes]
         self.count(job)
 
-    def restore(self, job: Job) -> bool:
-        """Return whether there were enough pages for a paused job."""
+    def restore(self, job: Job, needed: Sequence[int]) -> bool:
+        """Give a paused job so many pages for each lane. Return whether there were enough."""
         saved = job.pages.saved
         assert saved is not None, f"{job.id} is resumed, but it is not paused"
-        fresh = self.pages.take(self.num_to_resume(job))
+        fresh = self.pages.take(sum(needed))
         if fresh is None:
             return False
         dealt = iter(fresh)
-        lanes = [list(itertools.islice(dealt, count)) for count in self.num_written(job)]
+        lanes = [list(itertools.islice(dealt, count)) for count in needed]
         for lane, pages in enumerate(lanes):
             self.runner.set_pages(job.slot, lane, pages)
-        self.runner.restore([page for pages in lanes for page in pages], saved)
-        at_an_end = np.flatnonzero(self.runner.kv_lens[self._sequences(job)] % self.runner.page_tokens == 0)
-        for lane, page in zip(at_an_end.tolist(), dealt, strict=True):
-            lanes[lane].append(page)  # its next step begins a page
-            self.runner.set_pages(job.slot, lane, lanes[lane])
+        counts = zip(lanes, self.num_written(job), strict=True)
+        self.runner.restore([page for pages, count in counts for page in pages[:count]], saved)
         job.pages.lanes = lanes
         job.pages.saved = None
         self.count(job)

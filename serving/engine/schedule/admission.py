@@ -2,7 +2,8 @@
 
     Costs     what an iteration takes, by what is launched in it
     Lengths   how many frames a text becomes
-    Outlook   who speaks now; with the queue, `first_audio_s` of a newcomer follows from it
+    Outlook   who speaks now
+    Line      who waits behind them; `first_audio_s` of a newcomer follows from both
 
 Pure arithmetic: estimates follow from what was recorded, and nothing here looks at a clock. VoxServe (arXiv
 2602.00269) has the two measures, time to first audio and streaming viability.
@@ -14,6 +15,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from serving.engine.schedule.numbers import (
     MAX_CORRECTION,
     MIN_ITERATIONS,
     RECENT_WEIGHT,
+    SEED_TOKENS,
     STALE_ITERATIONS,
     TEXT_BYTES_HZ,
 )
@@ -42,6 +45,14 @@ class IterationLoad:
     slots: int = 0
     tokens: int = 0
     frames: int = 0
+
+
+class LaunchTimes(Protocol):
+    """Seconds of single launches, as the warm-up times them (device/warmup.py)."""
+
+    def step_s(self, slots: int, /) -> float: ...
+    def prefill_s(self, tokens: int, /) -> float: ...
+    def render_s(self, rows: int, frames: int, /) -> float: ...
 
 
 class Costs:
@@ -70,6 +81,18 @@ class Costs:
         self._each = solved(self._products + INERTIA, self._seconds + COST_INERTIA * self._each)
         self.num_iterations += 1
         self._last_iterations[load.slots] = self.num_iterations
+
+    def seed(self, times: LaunchTimes, num_slots: int, window_sizes: Sequence[int]) -> None:
+        """Begin with launches that were timed before the first request. They count as iterations of one and
+        of all slots: alone, with a prompt, and with a frame of each slot in windows of each size."""
+        for slots in sorted({1, num_slots}):
+            step_s = times.step_s(slots)
+            self.record(IterationLoad(slots), step_s)
+            self.record(IterationLoad(slots, SEED_TOKENS), step_s + times.prefill_s(SEED_TOKENS))
+            for frames in window_sizes:
+                rows = math.ceil(slots / frames)
+                self.record(IterationLoad(slots, 0, rows * frames), step_s + times.render_s(rows, frames))
+        self.num_iterations = max(self.num_iterations, MIN_ITERATIONS)
 
     def is_stale(self, slots: int) -> bool:
         """Return whether no recent iteration had that many slots. Then no iteration corrects its
@@ -150,6 +173,34 @@ class Outlook:
     other_models_s: float = 0.0
 
 
+class Line:
+    """The requests without a slot, in order. As long as any of them waits, as many speak as may, and the next
+    one follows a stream that ends. A request costs the same however many are in line."""
+
+    def __init__(self, outlook: Outlook):
+        self.outlook = outlook
+        self.num = 0
+        self.num_recordings = 0  # requests whose recordings are to be encoded
+        self.tokens: float = outlook.tokens
+        self._begins = 0.0
+        self._ends = list(outlook.left)
+        heapq.heapify(self._ends)
+
+    @property
+    def begins(self) -> float:
+        """Iterations until the next one in line has a slot."""
+        while len(self._ends) >= self.outlook.max_concurrency:
+            self._begins = heapq.heappop(self._ends)
+        return self._begins
+
+    def join(self, one: Expected, has_recordings: bool = False) -> None:
+        """Let a request join behind all others. has_recordings: that are not encoded yet."""
+        heapq.heappush(self._ends, self.begins + one.iterations)
+        self.num += 1
+        self.num_recordings += has_recordings
+        self.tokens += one.tokens
+
+
 def capacity(costs: Costs, step_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
     """Return how many streams can be made at once in real time; all slots, where not even one can.
     step_s: audio that a step makes of each."""
@@ -161,32 +212,16 @@ def capacity(costs: Costs, step_s: float, num_slots: int, other_models_s: float 
     return max(1, int((iterations_s <= CAPACITY_PART * step_s).sum()))
 
 
-def first_audio_s(
-    costs: Costs, outlook: Outlook, ahead: Sequence[Expected], newcomer: Expected, ready_s: float = 0.0
-) -> float:
-    """Return the seconds from now to a newcomer's first audio. ahead: the requests without a slot that go
-    before it. ready_s: until its prompt is made.
-
-    Each stream takes a step an iteration. As long as any request waits, as many speak as may, and the next
-    in the queue follows one that ends."""
+def first_audio_s(costs: Costs, line: Line, newcomer: Expected, ready_s: float = 0.0) -> float:
+    """Return the seconds from now to a newcomer's first audio, behind all in line. ready_s: until its prompt
+    is made. Each stream takes a step an iteration."""
+    outlook = line.outlook
     num = len(outlook.left)
-    speaking = min(num + len(ahead) + 1, max(outlook.max_concurrency, num))
+    speaking = min(num + line.num + 1, max(outlook.max_concurrency, num))
     iteration_s = float(costs.steady_s(speaking)) + outlook.other_models_s
-    tokens = outlook.tokens + sum(one.tokens for one in ahead) + newcomer.tokens
-    waits_s = _begins(outlook, ahead) * iteration_s
+    tokens = line.tokens + newcomer.tokens
+    waits_s = line.begins * iteration_s
     return max(waits_s, ready_s) + costs.prefill_s(tokens) + outlook.first_iterations * iteration_s
-
-
-def _begins(outlook: Outlook, ahead: Sequence[Expected]) -> float:
-    """Return the iterations until a newcomer has a slot."""
-    begins = 0.0
-    ends = list(outlook.left)
-    heapq.heapify(ends)
-    for iterations in (*(one.iterations for one in ahead), 0.0):
-        while len(ends) >= outlook.max_concurrency:
-            begins = heapq.heappop(ends)
-        heapq.heappush(ends, begins + iterations)
-    return begins
 
 
 class Correction:
@@ -222,8 +257,14 @@ class Forecaster:
         self.correction = Correction()
         self.lengths = Lengths(1 / frame_s / TEXT_BYTES_HZ)
         self.prompt_tokens = 0.0  # of recent prompts
-        self.prepare_s = {False: 0.0, True: 0.0}  # of recent prompts, without and with recordings
+        # Of recent prompts, without and with recordings; none before the first.
+        self.prepare_s: dict[bool, float] = {}
         self.outlook = Outlook(num_slots, first_iterations)
+
+    def seed(self, times: LaunchTimes, window_sizes: Sequence[int]) -> None:
+        """Begin with launches that were timed before the first request."""
+        self.costs.seed(times, self.num_slots, window_sizes)
+        self.record_speakers(np.zeros(0), 0)
 
     def record_iteration(self, load: IterationLoad, took_s: float, all_s: float) -> None:
         """load, took_s: of this model's part; all_s: the iteration's time, with other models'."""
@@ -232,23 +273,27 @@ class Forecaster:
         other_s += RECENT_WEIGHT * (all_s - took_s - other_s)
         self.outlook = replace(self.outlook, other_models_s=other_s)
 
-    def record_speakers(self, left: np.ndarray, tokens: int, fastest_frame_s: float | None = None) -> None:
-        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's
-        length as the fastest listener plays it."""
-        frame_s = self.frame_s if fastest_frame_s is None else fastest_frame_s
+    def record_speakers(self, left: np.ndarray, tokens: int, speeds: Sequence[float] = ()) -> None:
+        """left: frames that each stream is still to make. tokens: as in Outlook. speeds: at which listeners
+        play."""
         self.outlook = replace(
             self.outlook,
-            max_concurrency=self.max_concurrency(frame_s),
+            max_concurrency=self.max_concurrency(speeds),
             left=tuple((left * self.steps).tolist()),
             tokens=tokens,
         )
 
-    def max_concurrency(self, fastest_frame_s: float) -> int:
-        """Return how many may speak at once if the fastest listener plays a frame in so long."""
-        if not self.is_timed:
+    def max_concurrency(self, speeds: Sequence[float]) -> int:
+        """Return how many may speak at once, next to listeners who play at these speeds. A fast listener
+        counts as often as its speed, unless the model alone cannot speak so fast."""
+        if not self.is_timed or not self.costs.is_known:
             return self.num_slots
-        step_s = fastest_frame_s / self.steps
-        return capacity(self.costs, step_s, self.num_slots, self.outlook.other_models_s)
+        step_s = self.frame_s / self.steps
+        other_models_s = self.outlook.other_models_s
+        num = capacity(self.costs, step_s, self.num_slots, other_models_s)
+        max_speed = step_s / (float(self.costs.steady_s(1)) + other_models_s)
+        extra = sum(speed - 1 for speed in speeds if 1 < speed <= max_speed)
+        return max(1, num - math.floor(extra))
 
     @property
     def iteration_s(self) -> float:
@@ -259,19 +304,17 @@ class Forecaster:
 
     def record_prompt(self, tokens: int, took_s: float, has_recordings: bool) -> None:
         self.prompt_tokens += RECENT_WEIGHT * (tokens - self.prompt_tokens) if self.prompt_tokens else tokens
-        self.prepare_s[has_recordings] += RECENT_WEIGHT * (took_s - self.prepare_s[has_recordings])
+        usual_s = self.prepare_s.get(has_recordings, took_s)
+        self.prepare_s[has_recordings] = usual_s + RECENT_WEIGHT * (took_s - usual_s)
 
     def expected(self, text_bytes: int) -> Expected:
         return Expected(self.prompt_tokens, self.steps * self.lengths.expected(text_bytes))
 
-    def first_audio_s(
-        self, text_bytes: int, ahead: Sequence[Expected], has_recordings: bool, recordings_ahead: int
-    ) -> float | None:
-        """Return the seconds from now to the first audio of a request that is accepted now; None before
-        anything is known. ahead: the requests without a slot; recordings_ahead: those whose recordings are
-        encoded before its own."""
+    def first_audio_s(self, line: Line, newcomer: Expected, has_recordings: bool) -> float | None:
+        """Return the seconds from now to the first audio of a request at the end of the line; None before
+        anything is known. Recordings are encoded one after the other."""
         if not self.costs.is_known:
             return None
-        ready_s = self.prepare_s[has_recordings] * (1 + recordings_ahead)
-        newcomer = self.expected(text_bytes)
-        return self.correction.factor * first_audio_s(self.costs, self.outlook, ahead, newcomer, ready_s)
+        num_prepared = 1 + (line.num_recordings if has_recordings else 0)
+        ready_s = num_prepared * self.prepare_s.get(has_recordings, 0.0)
+        return first_audio_s(self.costs, line, newcomer, ready_s)

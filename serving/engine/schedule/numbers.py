@@ -48,7 +48,11 @@ about."""
 COST_OUTLIER = 4.0
 """An iteration that took longer than so many times its estimate counts as so many."""
 MIN_ITERATIONS = 8
-"""Iterations before which nothing is predicted."""
+"""Iterations before which nothing is predicted, unless a warm-up timed the launches."""
+SEED_TOKENS = 64
+"""Prompt positions of the prefill that the warm-up times."""
+LATE_FACTOR = 2.0
+"""Times `--max-ttfa`: an accepted request that would be heard later than this is refused while it waits."""
 STALE_ITERATIONS = 100
 """Iterations after which an estimate for so many speakers may be tried again."""
 CAPACITY_PART = 0.9

@@ -53,8 +53,8 @@ class Policy(ABC):
     def prompt_order(self, now: Snapshot) -> list[int]:
         """Return the slots whose prompts are prefilled next: in order of arrival, flexible ones only if no
         listener needs the time."""
-        is_flexible = now.slots.listener.is_flexible
-        return [slot for slot in now.slots.prompt.queue if now.is_flexible_time or not is_flexible[slot]]
+        waits = now.slots.lacks_pages | (now.slots.listener.is_flexible & (not now.is_flexible_time))
+        return [slot for slot in now.slots.prompt.queue if not waits[slot]]
 
     def delays_prompts(self, now: Snapshot, prefill_s: float) -> bool:
         """Return whether prompts wait for listeners. prefill_s: that their next positions are likely to

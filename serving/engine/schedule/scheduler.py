@@ -82,24 +82,46 @@ class Scheduler:
         listener: Listener = Listener(),  # noqa: B008, it is frozen
         grid_offset: int = 0,
         steps: int | None = None,
-        plays_until_s: float = -np.inf,
         expected_frames: float = 0.0,
-        num_unread: int = 0,
+        is_final: bool = True,
     ) -> None:
-        """Put a request into a slot.
+        """Put a request into a slot, and begin its first pass."""
+        assert not self.slots.is_occupied[slot], f"slot {slot} is opened, but it is in use"
+        self.past_underruns += int(self.slots.listener.num_underruns[slot])
+        self.slots.listener.open(slot, listener, self.timing.frame_s)
+        self.begin_pass(
+            slot,
+            prompt_tokens,
+            skip,
+            grid_offset=grid_offset,
+            steps=steps,
+            expected_frames=expected_frames,
+            is_final=is_final,
+        )
+
+    def begin_pass(
+        self,
+        slot: int,
+        prompt_tokens: int | Sequence[int],
+        skip: int | Sequence[int] = 0,
+        *,
+        grid_offset: int = 0,
+        steps: int | None = None,
+        expected_frames: float = 0.0,
+        is_final: bool = True,
+    ) -> None:
+        """Begin a pass in a slot, whose listener plays what earlier passes gave.
 
         prompt_tokens: positions to fill before its first step; skip: those that shared pages already hold.
         Either is a number for each lane, or one for all. steps: that its text allows so far; None: all of the
-        text is there. plays_until_s and num_unread: of a listener that has heard an earlier pass.
-        expected_frames: an estimate of its speech.
+        text is there. expected_frames: an estimate of this pass and those behind it; is_final: there are
+        none.
         """
         slots = self.slots
-        slots.occupy(slot, prompt_tokens, skip, self.iteration)
-        self.past_underruns += int(slots.listener.num_underruns[slot])
+        slots.begin_pass(slot, prompt_tokens, skip, self.iteration)
         slots.steps_left[slot] = UNBOUNDED if steps is None else steps
-        slots.tape.open(slot, grid_offset, expected_frames)
-        slots.listener.open(slot, listener, self.timing.frame_s, plays_until_s, num_unread)
-        if not listener.is_flexible:
+        slots.tape.open(slot, grid_offset, expected_frames, is_final)
+        if not slots.listener.is_flexible[slot]:
             self.is_flexible_time &= not self.policy.serves_listeners
 
     def close(self, slot: int) -> None:
@@ -284,6 +306,10 @@ class Scheduler:
         """Return the audio that each listener has not played, on the tape included. [S]"""
         return self.snapshot(now_s).buffered_s
 
+    def is_quiet(self, now_s: float) -> np.ndarray:
+        """Return which slots wait for text while their listeners have played all audio. [S]"""
+        return self.slots.is_starved & (self.buffered_s(now_s) <= 0)
+
     @property
     def num_underruns(self) -> int:
         """Underruns of all listeners since the start."""
@@ -291,14 +317,10 @@ class Scheduler:
 
     @property
     def frames_left(self) -> np.ndarray:
-        """Frames that each speaking slot is expected to make, at least one. [B]"""
-        speaks, tape = self.slots.speaks, self.slots.tape
-        return np.maximum(tape.num_expected[speaks] - tape.num_ready[speaks], 1.0)
-
-    @property
-    def shortest_frame_s(self) -> float:
-        """A frame's length as the fastest listener plays it."""
-        return float(self.slots.listener.frame_s[self.slots.speaks].min(initial=self.timing.frame_s))
+        """Frames that each listener's slot is expected to make, in later passes too, at least one. [B]"""
+        slots, tape = self.slots, self.slots.tape
+        goes_on = slots.is_occupied & ~slots.listener.is_flexible & ~(tape.is_done & tape.is_final)
+        return np.maximum(tape.num_expected[goes_on] - tape.num_ready[goes_on], 1.0)
 
     @property
     def tokens_left(self) -> int:

@@ -43,14 +43,16 @@ class TapeRows:
         self.is_end_delivered = np.zeros(num_slots, bool)
         self.grid_offset = np.zeros(num_slots, np.int64)
         self.num_expected = np.zeros(num_slots)
+        self.is_final = np.ones(num_slots, bool)  # no pass follows
 
-    def open(self, slot: int, grid_offset: int, num_expected: float) -> None:
+    def open(self, slot: int, grid_offset: int, num_expected: float, is_final: bool) -> None:
         for counter in (self.num_ready, self.num_rendered, self.num_delivered):
             counter[slot] = 0
         for fact in (self.is_done, self.is_end_rendered, self.is_end_delivered):
             fact[slot] = False
         self.grid_offset[slot] = grid_offset
         self.num_expected[slot] = num_expected
+        self.is_final[slot] = is_final
 
     def close(self, slot: int) -> None:
         self.is_done[slot] = False
@@ -78,17 +80,15 @@ class ListenerRows:
         self.has_backpressure = np.zeros(num_slots, bool)
         self.backpressure_since_s = np.full(num_slots, np.inf)
 
-    def open(
-        self, slot: int, listener: Listener, frame_s: float, plays_until_s: float, num_unread: int
-    ) -> None:
+    def open(self, slot: int, listener: Listener, frame_s: float) -> None:
         self.frame_s[slot] = frame_s / listener.speed
-        self.plays_until_s[slot] = plays_until_s
+        self.plays_until_s[slot] = -np.inf
         self.num_underruns[slot] = 0
         self.num_skipped[slot] = 0
         self.is_flexible[slot] = listener.is_flexible
         self.is_reproducible[slot] = listener.is_reproducible
         self.is_metered[slot] = listener.is_metered
-        self.num_unread[slot] = num_unread
+        self.num_unread[slot] = 0
         self.release(slot)
 
     def release(self, slot: int) -> None:
@@ -116,15 +116,15 @@ class Slots:
         self.tape = TapeRows(num_slots)
         self.listener = ListenerRows(num_slots, frame_s)
 
-    def occupy(
+    def begin_pass(
         self, slot: int, tokens: int | Sequence[int], skipped: int | Sequence[int], iteration: int
     ) -> None:
         """tokens: positions of each lane's prompt; skipped: those that shared pages already hold."""
-        assert not self.is_occupied[slot], f"slot {slot} is opened, but it is in use"
         start = np.asarray(skipped)
         stop = np.asarray(tokens)
         assert ((start >= 0) & (start <= stop)).all(), f"{skipped} of {tokens} positions skipped"
         self.is_occupied[slot] = True
+        self.listener.num_skipped[slot] = 0
         self.is_decoding[slot] = (start == stop).all()
         self.lacks_pages[slot] = False
         self.prompt.num_tokens[slot] = stop
@@ -150,9 +150,13 @@ class Slots:
         """Which slots make audio that a listener waits for. [S]"""
         return self.is_occupied & ~self.tape.is_done & ~self.listener.is_flexible
 
-    def stepping(self, is_flexible_time: bool) -> np.ndarray:
-        """Return the slots that take a step now, ascending. [B]"""
-        waits = self.tape.is_done | self.lacks_pages | self.listener.has_backpressure
+    def may_step(self, is_flexible_time: bool) -> np.ndarray:
+        """Return which slots would take steps if they had pages. [S]"""
+        waits = self.tape.is_done | self.listener.has_backpressure | (self.steps_left <= 0)
         if not is_flexible_time:
             waits = waits | self.listener.is_flexible
-        return np.flatnonzero(self.is_decoding & ~waits & (self.steps_left > 0))
+        return self.is_occupied & ~waits
+
+    def stepping(self, is_flexible_time: bool) -> np.ndarray:
+        """Return the slots that take a step now, ascending. [B]"""
+        return np.flatnonzero(self.is_decoding & ~self.lacks_pages & self.may_step(is_flexible_time))

@@ -4,13 +4,14 @@ virtual clock."""
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine.engine import Finished, Full
+from serving.engine.engine import Failed, Finished, Full
 from serving.engine.schedule.admission import (
     Correction,
     Costs,
@@ -18,14 +19,15 @@ from serving.engine.schedule.admission import (
     Forecaster,
     IterationLoad,
     Lengths,
+    Line,
     Outlook,
     capacity,
     first_audio_s,
 )
-from serving.engine.schedule.numbers import CAPACITY_PART, MIN_ITERATIONS
+from serving.engine.schedule.numbers import CAPACITY_PART, LATE_FACTOR, MIN_ITERATIONS
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
-from zoo.request import Request
+from zoo.request import Request, RequestError
 
 COST = Cost(
     step_s=lambda slots: 0.015 + 0.004 * slots,
@@ -115,21 +117,28 @@ def test_the_capacity_is_the_streams_made_in_real_time():
     assert capacity(Costs(), 0.08, 64) == 64  # nothing is known
 
 
-def test_predicted_first_audio_counts_prompts_and_running_streams():
+def line_of(outlook: Outlook, *ahead: Expected) -> Line:
+    line = Line(outlook)
+    for one in ahead:
+        line.join(one)
+    return line
+
+
+def test_first_audio_comes_after_prompts_and_who_speaks():
     costs = learned(0.01, 0.005, 1e-4, 0.0)
-    free = Outlook(max_concurrency=2, first_iterations=3, left=(10.0,))
+    free = Line(Outlook(max_concurrency=2, first_iterations=3, left=(10.0,)))
     turn_s = 0.01 + 2 * 0.005
-    assert first_audio_s(costs, free, [], Expected(100, 50)) == pytest.approx(0.01 + 3 * turn_s, rel=0.05)
+    assert first_audio_s(costs, free, Expected(100, 50)) == pytest.approx(0.01 + 3 * turn_s, rel=0.05)
     full = Outlook(max_concurrency=2, first_iterations=3, left=(10.0, 40.0))
-    line = [Expected(0, 100.0), Expected(0, 5.0)]
+    ahead = [Expected(0, 100.0), Expected(0, 5.0)]
     for waiting, begins in ((0, 10), (1, 40), (2, 45)):
-        predicted_s = first_audio_s(costs, full, line[:waiting], Expected(0, 50))
+        predicted_s = first_audio_s(costs, line_of(full, *ahead[:waiting]), Expected(0, 50))
         assert predicted_s == pytest.approx((begins + 3) * turn_s, rel=0.05)
     # fewer places than speakers: two have to end before
-    assert first_audio_s(costs, Outlook(1, 3, (10.0, 40.0)), [], Expected(0, 50)) == pytest.approx(
+    assert first_audio_s(costs, Line(Outlook(1, 3, (10.0, 40.0))), Expected(0, 50)) == pytest.approx(
         43 * turn_s, rel=0.05
     )
-    assert first_audio_s(costs, free, [], Expected(0, 50), ready_s=7.0) > 7.0
+    assert first_audio_s(costs, free, Expected(0, 50), ready_s=7.0) > 7.0
 
 
 @given(
@@ -138,10 +147,13 @@ def test_predicted_first_audio_counts_prompts_and_running_streams():
     st.integers(1, 20),
     st.builds(Expected, st.floats(0, 500), st.floats(1, 500)),
 )
-def test_a_longer_queue_never_predicts_earlier_audio(left, line, places, newcomer):
+def test_nobody_comes_earlier_for_a_longer_line(left, ahead, places, newcomer):
     costs = learned(0.01, 0.001, 1e-5, 1e-4, turns=MIN_ITERATIONS)
-    outlook = Outlook(places, 2, tuple(left))
-    predictions = [first_audio_s(costs, outlook, line[:n], newcomer) for n in range(len(line) + 1)]
+    line = Line(Outlook(places, 2, tuple(left)))
+    predictions = [first_audio_s(costs, line, newcomer)]
+    for one in ahead:
+        line.join(one)
+        predictions.append(first_audio_s(costs, line, newcomer))
     assert all(earlier <= later + 1e-9 for earlier, later in itertools.pairwise(predictions))
 
 
@@ -232,28 +244,131 @@ def play(simulation: Simulation, seed: int, speed: float) -> Heard:
     return heard
 
 
-def test_fewer_streams_run_with_a_faster_listener():
-    """Turns of all eight take most of a frame. For a listener who plays twice as fast they take half of it: it waits until so
-    few speak, and so do those behind it, who would pass it otherwise."""
+def test_a_fast_listener_counts_as_often_as_its_speed():
+    """Eight streams are made in time. Next to a listener who plays three times as fast there are five others, and the
+    estimate of all eight stays."""
     slow = Cost(
         step_s=lambda slots: 0.004 + 0.007 * slots,
         render_s=lambda rows, frames: 0.0005 + 2e-5 * rows * frames,
     )
-    most = {}
-    for speed in (1.0, 2.0):
+    for speed, num in ((1.0, 8), (1.5, 8), (2.0, 7), (3.0, 6), (0.5, 8)):
         simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
-        simulation.run(poisson(2.0, 20.0))  # until it is known what turns take
-        others = [play(simulation, seed, 1.0) for seed in range(1000, 1008)]
-        fast = [play(simulation, seed, speed) for seed in range(1008, 1010)]
-        behind = [play(simulation, seed, 1.0) for seed in range(1010, 1018)]
-        most[speed] = 0
-        while simulation.engine.num_requests:
-            simulation.turn()
-            if any(one.first_s and not one.end for one in fast):
-                most[speed] = max(most[speed], len(simulation.model.running))
-        assert all(isinstance(one.end, Finished) for one in (*others, *fast, *behind))
-        assert all(one.first_s >= fast[0].first_s for one in behind)
-    assert most[2.0] == simulation.model.forecaster.max_concurrency(0.04) == 4 and most[1.0] == 8
+        heard = [play(simulation, seed, speed if seed == 0 else 1.0) for seed in range(8)]
+        simulation.turn()
+        assert len(simulation.model.running) == num
+        simulation.run([])
+        assert all(isinstance(one.end, Finished) for one in heard)
+
+
+def test_a_listener_who_plays_faster_than_the_model_speaks_counts_once():
+    """One stream alone is made 1.6 times as fast as it is heard."""
+    slow = Cost(step_s=lambda slots: 0.05 + 0.001 * slots, render_s=lambda rows, frames: 0.0)
+    simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
+    forecaster = simulation.model.forecaster
+    assert forecaster.max_concurrency([1.0] * 7 + [1.5]) == 8
+    assert forecaster.max_concurrency([1.5, 1.5]) == 7
+    assert forecaster.max_concurrency([2.0, 4.0]) == 8
+
+
+def test_a_burst_at_a_fresh_server_is_heard_in_time_or_refused_at_once():
+    """The warm-up has timed the launches, so the first request is predicted as well as the hundredth."""
+    simulation = Simulation(Voice(guard=1.0), COST, settings={"max_slots": 8, "max_ttfa_s": 6.0})
+    heard = simulation.run([(0.002 * i, Request(text="x" * 60, seed=i)) for i in range(200)])
+    taken = [one for one in heard if isinstance(one.end, Finished)]
+    assert len(taken) > 16 and all(one.ttfa_s <= 6.0 for one in taken)
+    refused = [one for one in heard if isinstance(one.end, Full)]
+    assert len(taken) + len(refused) == 200 and all(one.ended_s == one.submitted_s for one in refused)
+
+
+def test_costs_follow_from_launches_that_were_timed():
+    costs = Costs()
+    costs.seed(COST, 8, (1, 4, 25))
+    assert costs.is_known
+    for slots in (1, 8):
+        expected_s = COST.step_s(slots) + COST.render_s(slots, 1)
+        assert float(costs.steady_s(slots)) == pytest.approx(expected_s, rel=0.1)
+    assert costs.prefill_s(64) == pytest.approx(COST.prefill_s(64), rel=0.3)
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_request_that_would_be_heard_far_too_late_by_now_is_refused(is_made):
+    """Launches become ten times as slow once twelve requests were accepted. The ones at the end of the line are told
+    so before they were heard, and then the others are heard in time."""
+    times = 1.0
+    cost = Cost(step_s=lambda slots: times * COST.step_s(slots), render_s=COST.render_s)
+    simulation = Simulation(Voice(guard=1.0), cost, settings={"max_slots": 2, "max_ttfa_s": 10.0})
+    first = [simulation.submit(Request(text="x" * 60, seed=seed)) for seed in range(6)]
+    later = [Heard(0.0) for _ in range(6)]
+    for i, heard in enumerate(later):
+        queued = simulation.engine.accept(f"{i}", partial(simulation.hear, heard), text_bytes=60)
+        if is_made:
+            simulation.engine.prepare(queued, lambda i=i: Request(text="x" * 60, seed=10 + i))
+    times = 10.0
+    simulation.run([], until_s=100.0)
+    refused = [one for one in (*first, *later) if isinstance(one.end, Failed)]
+    assert refused and all(one.first_s is None and one.end.code == "engine_full" for one in refused)
+    assert all(1 <= one.end.retry_after_s <= 60 for one in refused)
+    assert all(one.ttfa_s <= 1.2 * LATE_FACTOR * 10.0 for one in first if isinstance(one.end, Finished))
+    assert simulation.model.counters.num_refused == len(refused)
+    assert simulation.engine.num_requests == sum(one.end is None for one in later)
+
+
+def test_the_first_clone_says_how_long_the_next_one_takes():
+    forecaster = Forecaster(8, 0.08, 1, True)
+    forecaster.record_prompt(100, 3.0, has_recordings=True)
+    assert forecaster.prepare_s == {True: 3.0}
+    forecaster.record_prompt(100, 5.0, has_recordings=True)
+    assert forecaster.prepare_s[True] == pytest.approx(3.1)
+
+
+def test_a_line_is_walked_once_an_iteration(monkeypatch):
+    """And not for each refusal, which holds the engine's lock meanwhile."""
+    simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 1.0})
+    joined = []
+    join = Line.join
+    monkeypatch.setattr(Line, "join", lambda self, *args: (joined.append(1), join(self, *args)))
+    heard = [simulation.submit(Request(text="x" * 60, seed=seed)) for seed in range(300)]
+    num_taken = sum(one.end is None for one in heard)
+    assert num_taken < 20 and len(joined) == num_taken
+    simulation.turn()
+    joined.clear()
+    heard = [simulation.submit(Request(text="x" * 60, seed=1000 + seed)) for seed in range(300)]
+    assert len(joined) < 40
+
+
+def test_a_session_that_waits_for_text_takes_the_place_of_nobody():
+    """Two may speak at once. Two sessions have played all of their audio, so two listeners are heard at once, and then
+    the sessions speak on."""
+    slow = Cost(step_s=lambda slots: 0.01 + 0.025 * slots, render_s=lambda rows, frames: 0.0)
+    simulation = Simulation(Voice(guard=1.0), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
+    assert simulation.model.forecaster.max_concurrency([]) == 2
+    sessions = [
+        simulation.submit(Request(text="x" * 10, seed=i, max_frames=60, is_open=True)) for i in (1, 2)
+    ]
+    while simulation.turn() or simulation.clock.now_s < 5.0:
+        pass
+    assert simulation.model.scheduler.slots.is_starved.sum() == 2
+    first, second, third = (simulation.submit(Request(text="x" * 60, seed=i)) for i in (3, 4, 5))
+    while simulation.turn():
+        pass
+    assert first.ttfa_s < 0.5 and second.ttfa_s < 0.5 and third.ttfa_s > 2.0
+    for name in ("request-1", "request-2"):
+        simulation.engine.feed(name, range(60), is_last=True)
+    simulation.run([])
+    assert all(isinstance(one.end, Finished) for one in (*sessions, first, second, third))
+
+
+def test_a_request_whose_prompt_fails_leaves_the_line():
+    """An engine that rests has no iteration in which the line would be made again."""
+    simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 2.0})
+
+    def bad() -> Request:
+        raise RequestError("text", "bad")
+
+    for i in range(50):
+        queued = simulation.engine.accept(f"{i}", lambda event: None, text_bytes=60)
+        with pytest.raises(RequestError):
+            simulation.engine.prepare(queued, bad)
 
 
 def test_a_frame_of_seven_steps_needs_seven_iterations():
@@ -266,7 +381,7 @@ def test_a_frame_of_seven_steps_needs_seven_iterations():
         for slots in (1, 4, 8) * 20:
             each.record_iteration(IterationLoad(slots=slots), 0.002 * slots, 0.002 * slots)
         each.record_speakers(np.array([10.0]), 0)
-    assert fast.max_concurrency(0.08) == 8
-    assert slow.max_concurrency(0.08) == 5
+    assert fast.max_concurrency([]) == 8
+    assert slow.max_concurrency([]) == 5
     assert slow.outlook.left == (70.0,) and fast.outlook.left == (10.0,)
     assert slow.expected(100).iterations == pytest.approx(7 * fast.expected(100).iterations)

@@ -153,13 +153,17 @@ def test_a_full_window_waits_for_listeners_with_earlier_deadlines():
 # of a scheduler's slots
 
 
-def scheduler(ready: list[int], **opened: list[float]) -> Scheduler:
+def scheduler(
+    ready: list[int], plays_until_s: list[float] | None = None, **opened: list[Listener]
+) -> Scheduler:
     """Slots that have so many frames on their tapes; opened: for `Scheduler.open`, of each."""
     made = Scheduler(len(ready), Streaming(), Window((25, 50, 100), grid=25), 0.04, is_one_by_one=True)
     made.timing.window_cost = COST
     for slot, frames in enumerate(ready):
         made.open(slot, prompt_tokens=0, **{name: values[slot] for name, values in opened.items()})
         made.report(np.array([slot]), np.array([frames]), np.array([False]))
+    if plays_until_s is not None:
+        made.slots.listener.plays_until_s[:] = plays_until_s
     return made
 
 
@@ -191,7 +195,8 @@ def test_the_steps_to_the_next_point_of_the_grid(offset, ready, missing):
     """A second pass: its listener hears, and its first point may be close."""
     window = Window((25, 50), lookahead=3, grid=25)
     one_slot = Scheduler(1, Streaming(), window, 0.04, is_one_by_one=True)
-    one_slot.open(0, prompt_tokens=0, grid_offset=offset, plays_until_s=1.0)
+    one_slot.open(0, prompt_tokens=0, grid_offset=offset)
+    one_slot.slots.listener.plays_until_s[0] = 1.0
     one_slot.slots.tape.num_ready[0] = ready
     one_slot.slots.tape.num_rendered[0] = (
         max(ready - 3 - offset, -1) >= 0 and offset + (ready - 3 - offset) // 25 * 25

@@ -67,7 +67,16 @@ def test_a_quarter_of_the_slots_is_kept_from_flexible_requests():
     assert len(simulation.model.running) == 8
 
 
-def test_flexible_requests_have_a_queue_limit_and_no_time_limit():
+@pytest.mark.parametrize(("slots", "kept"), [(1, 0), (2, 1), (3, 1), (4, 1), (6, 2), (8, 2), (64, 16)])
+def test_a_slot_is_kept_from_flexible_requests_where_there_are_several(slots, kept):
+    simulation = Simulation(Voice(), SLOW, settings={"max_slots": slots, "max_waiting": 100})
+    for i in range(slots + 1):
+        submit(simulation, 100 + i, True)
+    simulation.turn()
+    assert len(simulation.model.running) == slots - kept
+
+
+def test_flexible_requests_are_taken_however_long_the_wait_up_to_a_bound_of_their_own():
     simulation = room(max_ttfa_s=0.5)
     run(simulation, 1.0)
     batch = [submit(simulation, 100 + i, True) for i in range(20)]

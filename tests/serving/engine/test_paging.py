@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from models import NAMES, TOYS, Clock, alone, family, requests, serve
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Engine, Finished
+from serving.engine.job import Job
 from serving.engine.schedule.numbers import MAX_SKIPS
+from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.request import Request
 
@@ -158,6 +161,155 @@ def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, save
     at_rest(room)
 
 
+def ask(
+    room: Simulation, seed: int, frames: int, listener: Listener, text_bytes: int = 40, **fields
+) -> Heard:
+    """text_bytes: of which the engine expects so many frames."""
+    heard = Heard(room.clock.now_s)
+    queued = room.engine.accept(
+        f"{seed}", partial(room.hear, heard), listener=listener, text_bytes=text_bytes
+    )
+    room.engine.prepare(queued, lambda: text(20, seed, max_frames=frames, **fields))
+    return heard
+
+
+def run_until(room: Simulation, until_s: float) -> None:
+    while room.clock.now_s < until_s and room.turn():
+        pass
+    room.clock.now_s = max(room.clock.now_s, until_s)
+
+
+def watch_pauses(room: Simulation) -> list[Job]:
+    """Return the list that will have each job that is paused."""
+    paused = []
+    pause = room.engine.paging._pause
+    room.engine.paging._pause = lambda job: (paused.append(job), pause(job))
+    return paused
+
+
+FLEXIBLE = Listener(is_flexible=True)
+
+
+@pytest.mark.parametrize("text_bytes", [400, 40])
+def test_flexible_requests_give_up_their_pages_for_listeners(text_bytes):
+    """Whether the engine expects the speech to be as long as it is, and reserves its pages, or shorter, so that the
+    listeners grow: they hear the same as without the flexible requests."""
+    ttfa_s, pauses = {}, {}
+    for num_flexible in (0, 4):
+        room = simulation(pages=65, slots=8, swap_memory_bytes=400 * PAGE_TOKENS * token_bytes(Voice()))
+        flexible = [ask(room, 100 + i, 300, FLEXIBLE, text_bytes) for i in range(num_flexible)]
+        run_until(room, 0.9)
+        paused = watch_pauses(room)
+        listeners = [ask(room, i, 300, Listener(), text_bytes) for i in range(3)]
+        room.run([])
+        for heard in (*listeners, *flexible):
+            whole(heard, 300)
+        assert all(heard.late_s == 0 for heard in listeners)
+        ttfa_s[num_flexible] = [heard.ttfa_s for heard in listeners]
+        pauses[num_flexible] = sum(not job.listener.is_flexible for job in paused)
+        at_rest(room)
+    assert ttfa_s[4] == pytest.approx(ttfa_s[0], abs=0.05)
+    assert pauses[4] <= pauses[0]
+
+
+def test_a_flexible_request_whose_prompt_is_not_filled_gives_up_its_pages():
+    """It has taken no step yet, and it comes back to all the pages of its prompt."""
+    room = simulation(pages=40, slots=8)
+    flexible = Heard(0.0)
+    queued = room.engine.accept("long", partial(room.hear, flexible), listener=FLEXIBLE, text_bytes=20)
+    room.engine.prepare(queued, lambda: text(300, 200, max_frames=20))
+    room.turn()
+    [slot] = room.model.scheduler.slots.prompt.queue
+    listeners = [ask(room, i, 200, Listener(), text_bytes=250) for i in range(2)]
+    room.turn()
+    assert [job.id for job in room.engine.paging.paused] == ["long"]
+    assert slot in room.model.scheduler.slots.prompt.queue and len(room.model.running) == 3
+    room.run([])
+    for heard, frames in ((flexible, 20), (listeners[0], 200), (listeners[1], 200)):
+        whole(heard, frames)
+    at_rest(room)
+
+
+def test_a_client_that_reads_slowly_gives_up_its_pages_before_listeners():
+    """They need none before their clients have read."""
+    room = simulation(pages=50, max_unread_s=1.0)
+    room.model.forecaster.lengths.record(40, 20)
+    slow = [ask(room, 10 + i, 200, Listener(is_metered=True)) for i in range(2)]
+    run_until(room, 2.0)
+    assert room.model.scheduler.slots.listener.has_backpressure.sum() == 2
+    paused = watch_pauses(room)
+    heard = [ask(room, i, 350, Listener()) for i in range(2)]
+    run_until(room, 40.0)
+    assert {job.id for job in paused} == {"10", "11"}
+    for one in heard:
+        whole(one, 350)
+        assert one.late_s == 0
+    assert not any(one.end for one in slow)
+    for _ in range(400):
+        for one in (10, 11):
+            room.engine.consume(str(one), 1)
+        run_until(room, room.clock.now_s + 0.08)
+    for one in slow:
+        whole(one, 200)
+    at_rest(room)
+
+
+def test_a_session_that_waits_for_text_gives_up_its_pages_and_blocks_nobody():
+    """It has played all of its audio. A paused stream with so little audio would keep newcomers out."""
+    room = simulation(pages=24)
+    session = ask(room, 10, 100, Listener(), is_open=True)
+    run_until(room, 5.0)
+    assert room.model.scheduler.slots.is_starved.sum() == 1 and session.end is None
+    heard = ask(room, 0, 330, Listener(), text_bytes=400)
+    run_until(room, 6.0)
+    assert [job.id for job in room.engine.paging.paused] == ["10"] and heard.first_s is not None
+    run_until(room, 40.0)
+    whole(heard, 330)
+    late = ask(room, 1, 10, Listener())
+    run_until(room, 45.0)
+    whole(late, 10)
+    room.engine.feed("10", range(100), is_last=True)
+    room.run([])
+    whole(session, 100)
+    at_rest(room)
+
+
+kinds = st.sampled_from(["plain", "flexible", "slow", "fed", "leaves"])
+mixed = st.lists(
+    st.tuples(st.floats(0, 5), st.integers(1, 120), st.integers(1, 200), kinds), min_size=1, max_size=20
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(mixed, st.integers(68, 100), st.integers(0, 200), st.integers(1, 6), st.booleans())
+def test_listeners_of_every_kind_end_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
+    saved_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
+    room = simulation(pages, slots, guard=4.0, swap_memory_bytes=saved_bytes, max_unread_s=1.0)
+    room.is_async = is_async
+    room.__post_init__()
+    heard = {}
+    for i, (at_s, size, frames, kind) in enumerate(sorted(asked)):
+        run_until(room, at_s)
+        listener = Listener(is_flexible=kind == "flexible", is_metered=kind == "slow")
+        heard[i] = ask(room, i, frames, listener, size, is_open=kind == "fed")
+    for _ in range(3000):
+        if not room.engine.num_requests:
+            break
+        for i, (*_, kind) in enumerate(sorted(asked)):
+            if kind == "slow":
+                room.engine.consume(str(i), 3)
+            if kind == "fed":
+                room.engine.feed(str(i), range(20), is_last=False)
+            if kind == "leaves" and heard[i].first_s is not None:
+                room.engine.cancel(str(i))
+        run_until(room, room.clock.now_s + 0.2)
+    for i, (_, _, frames, kind) in enumerate(sorted(asked)):
+        assert isinstance(heard[i].end, Finished), (kind, heard[i])
+        if kind != "leaves":
+            whole(heard[i], frames)
+    at_rest(room)
+
+
 @slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
@@ -174,7 +326,7 @@ def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
 
     def pause_first() -> None:
         if next(turns) % 3 == 2:
-            for job in engine.paging._decoding():
+            for job in engine.paging._holders():
                 engine.paging._pause(job)
         plain()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
 from serving import protocol as settings
-from serving.engine.device.arena import PAGE_TOKENS
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.streams import AsyncCopy
 from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
+from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import following
 from zoo.contract.family import pieces_of
 from zoo.loop import speak_pass
@@ -86,7 +89,79 @@ def test_a_next_pass_goes_before_waiting_requests():
     close(listeners[1], asked(seed=9))
 
 
-def test_playback_continues_from_pass_to_pass():
+def long_texts(num: int, max_ttfa_s: float | None, slower: float = 1.0, **more) -> list[Heard]:
+    """Texts of 29 s in five passes on as many slots; from second 8 on launches take `slower` times as long."""
+    voice = Voice(guard=1.0)
+    voice.spec = replace(voice.spec, piece_s=6.0)
+    times = 1.0
+    cost = Cost(
+        step_s=lambda slots: times * (0.016 + 0.005 * slots),
+        render_s=lambda rows, frames: times * 0.0002 * rows * frames,
+    )
+    room = Simulation(voice, cost, settings={"max_slots": num, "max_ttfa_s": max_ttfa_s, **more})
+    sentences = "This is a sentence of a long text that goes on for quite a while. " * 7
+    heard = [room.submit(Request(text=sentences, seed=seed)) for seed in range(num)]
+    room.run([], until_s=8.0)
+    times = slower
+    room.run([])
+    assert all(isinstance(one.end, Finished) for one in heard)
+    assert not room.model.running and room.engine.pages.free == room.engine.pages.num_pages
+    assert room.model.counters.num_admitted == num
+    return heard
+
+
+def test_who_speaks_needs_no_place_for_a_next_pass():
+    """When turns become slower than estimated, fewer may speak at once; those who do speak on."""
+    assert max(one.late_s for one in long_texts(8, 10.0, slower=1.3)) == 0
+    timed, untimed = (long_texts(8, max_ttfa_s, slower=1.8) for max_ttfa_s in (10.0, None))
+    assert 0 < max(one.late_s for one in timed) <= 1.2 * max(one.late_s for one in untimed)
+
+
+@pytest.mark.parametrize("saved_pages", [0, 400])
+def test_next_passes_get_their_pages_before_newcomers_and_while_their_audio_lasts(saved_pages):
+    page_bytes = PAGE_TOKENS * token_bytes(Voice())
+    pages = {"kv_memory_bytes": 41 * page_bytes, "swap_memory_bytes": saved_pages * page_bytes}
+    heard = long_texts(4, 60.0, **pages)
+    assert saved_pages == 0 or max(one.late_s for one in heard) == 0
+
+
+def test_the_engine_does_not_wait_for_the_frames_of_a_pass(monkeypatch):
+    """The thread that builds the next prompt does."""
+    waiting = []
+    tensors = AsyncCopy.tensors
+
+    def waits(copy: AsyncCopy) -> tuple[torch.Tensor, ...]:
+        waiting.append(threading.current_thread().name)
+        return tensors(copy)
+
+    room, listener = engine(family("toy_echoing")), Listener()
+    [model] = room.models.values()
+    copy_tape = model.copy_tape
+    model.copy_tape = lambda job: Watched(copy_tape(job).tensors())
+    monkeypatch.setattr(Watched, "tensors", waits)
+    room.speak("request", Request(text=LONG, seed=4), listener)
+    run(room)
+    assert isinstance(listener.end, Finished)
+    assert waiting and all(name.startswith("compose") for name in waiting)
+
+
+class Watched(AsyncCopy):
+    """The copy of a tape."""
+
+
+def test_a_listener_between_two_passes_is_counted():
+    """Its slot is not free for a newcomer, whose prediction follows from the frames that are left."""
+    room, listener = engine(), Listener()
+    [model] = room.models.values()
+    room.speak("request", asked(options={"echoes": 2}), listener)
+    while not any(job.is_composing for job in model.running.values()):
+        room.turn()
+    assert len(model.forecaster.outlook.left) == 1
+    run(room)
+    assert model.forecaster.outlook.left == ()
+
+
+def test_the_listener_s_time_goes_on_from_pass_to_pass():
     """A gap between two passes is an underrun, as any other."""
     room, listener = engine(), Listener()
     [model] = room.models.values()
@@ -328,7 +403,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
         np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     [model] = room.models.values()
     pieces = len(pieces_of(requests[0], speaker.spec))
-    assert pieces == 3 and model.counters.num_admitted == 2 * pieces + 1
+    assert pieces == 3 and model.counters.num_admitted == len(requests)
     assert room.pages.free == free
     texts = pieces_of(requests[0], speaker.spec)
     prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
@@ -382,6 +457,16 @@ def test_the_most_frames_end_an_answer_between_its_pieces():
     np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     [model] = room.models.values()
     assert not model.running and not room.num_requests
+
+
+def test_the_most_frames_limit_whatever_a_family_derives_from_them(monkeypatch):
+    """This one keeps the number of its last frame in the slot."""
+    model = family("toy_delay")
+    monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=4.0))
+    request = Request(text=LONG * 3, seed=3, max_frames=19)
+    assert len(pieces_of(request, model.spec)) > 1
+    [listener] = serve(engine(model), {0: [request]})
+    assert listener.frames == listener.end.frames == 19
 
 
 @pytest.mark.parametrize("turns", range(0, 40, 3))

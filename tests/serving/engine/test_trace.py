@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +25,7 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
 from serving.protocol import Listener
-from serving.tools.simulate import Clock, Cost, SimulatedRunner, Voice
+from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice
 from zoo.contract import Window
 from zoo.request import Request
 
@@ -54,18 +53,6 @@ class Asked:
     end: Event | None = None
 
 
-class AtOnce:
-    """An executor without a thread, so that next passes come at the same simulated time in each run."""
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 class Trace:
     """An engine, its listeners, and everything that it decides."""
 
@@ -84,6 +71,8 @@ class Trace:
         self.engine = Engine(
             voices, clock=self.clock, make_runner=make, compile=False, report_lag=int(is_async), **settings
         )
+        for name, model in self.engine.models.items():
+            model.forecaster.seed(costs[name], model.family.spec.window.sizes)  # as a warm-up does
         self.engine.composer.executor = AtOnce()
         if is_async:
             for model in self.engine.models.values():

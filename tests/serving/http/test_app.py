@@ -399,9 +399,11 @@ def test_a_rejection_by_the_engine_uses_the_clients_field_names(server, param, n
     assert (fault["param"], fault["message"]) == (name, f"{name} is not possible")
 
 
-def test_a_full_engine_sends_retry_after(server):
-    answer = server.speak("full")
-    assert error(answer, 503)["code"] == "engine_full" and answer.headers["retry-after"] == "7"
+@pytest.mark.parametrize(("text", "retry_after"), [("full", "7"), ("late", "30")])
+def test_a_full_engine_sends_retry_after(server, text, retry_after):
+    """Also if it accepted the request and became too slow for it."""
+    answer = server.speak(text)
+    assert error(answer, 503)["code"] == "engine_full" and answer.headers["retry-after"] == retry_after
     assert answer.headers["x-request-id"] in server.engine.asked
 
 
