@@ -180,6 +180,7 @@ class ModelStats(msgspec.Struct):
     left_early: int = 0  # counter: requests whose client disconnected before the prompt was built
     short_passes: int = 0  # counter: speech much too short for its text
     long_passes: int = 0  # counter: speech much too long for its text
+    not_finite: int = 0  # counter: requests that failed because of NaN or infinity
     audio_s: float = 0.0  # counter: seconds of audio delivered
     first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
     queue_times: Histogram = msgspec.field(default_factory=Histogram)

@@ -28,6 +28,7 @@ from zoo.contract import Prompt
 from zoo.request import RequestError
 
 STALLED = "the client has not taken what was spoken for {:g} s"
+NOT_FINITE = "the model computed NaN or infinity, so this answer cannot be completed"
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -171,6 +172,13 @@ class Lifecycle:
         for model in self.models.values():
             for job in model.stalled_jobs(since_s):
                 self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
+
+    def fail_not_finite(self) -> None:
+        for model in self.models.values():
+            for job in tuple(model.not_finite):
+                model.counters.num_not_finite += 1
+                log.error("not_finite", id=job.id, frames=job.num_frames)
+                self._release(job, Failed(NOT_FINITE, code="not_finite"))
 
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""

@@ -97,6 +97,7 @@ class ModelWorker:
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
+        self.not_finite: set[Job] = set()  # whose values or samples were NaN or infinite
         self.tenants = Tenants(settings.num_slots)
         self.round = ModelRound(
             scheduler=self.scheduler,
@@ -106,6 +107,7 @@ class ModelWorker:
             tenants=self.tenants,
             counters=self.counters,
             running=self.running,
+            not_finite=self.not_finite,
             clock=clock,
             report_lag=settings.report_lag,
             is_reproducible=settings.is_reproducible,
@@ -176,6 +178,9 @@ class ModelWorker:
         job.past.frames += job.pass_frames
         job.past.plays_until_s = float(rows.plays_until_s[job.slot])
         job.past.num_unread = int(rows.num_unread[job.slot])
+        if job in self.not_finite:
+            self.not_finite.remove(job)
+            self.pages.forget(job)
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self.pages.give_back(job)

@@ -2,6 +2,8 @@
 or the other rows."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,6 +154,18 @@ def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     if _fits_gpu_kernel(logits):
         return kernels.on_gpu("triton_sampling", "draw", logits, temperature, top_k, top_p, noise)
     return _draw(logits, temperature, top_k, top_p, noise)
+
+
+def keep_logits(pick: Callable[..., Tensor], drawn: list[Tensor]) -> Callable[..., Tensor]:
+    """Return `pick` (logits [B, V], ... -> codes [B]), which also appends each code's logit [B, 1] to `drawn`. Where
+    the logits are NaN, so is the code's."""
+
+    def keep(logits: Tensor, *args: Any, **settings: Any) -> Tensor:
+        code = pick(logits, *args, **settings)
+        drawn.append(logits.gather(1, code[:, None]))
+        return code
+
+    return keep
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
