@@ -165,13 +165,13 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
 
     The step and each shape of a render have a graph for one slot, if that size is recorded, and one for more.
     A prefill has one graph. Each part of a render has its graphs for all shapes together."""
-    window, how_rendered = runner.family.spec.window, runner.lowerings[2]
-    buckets = [runner.render_buckets(frames) for frames in window.sizes]
+    window, how_rendered = runner.family.spec.window, runner.lowered.how[2]
+    buckets = [runner.sizes.render_buckets(frames) for frames in window.sizes]
     renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
     if isinstance(how_rendered, Parts):
         renders = num_graphs([size for sizes in buckets for size in sizes]) * len(how_rendered.parts)
-    shapes = num_graphs(runner.buckets), 1, renders
-    known = zip(PARTS, shapes, runner.lowerings, strict=True)
+    shapes = num_graphs(runner.sizes.buckets), 1, renders
+    known = zip(PARTS, shapes, runner.lowered.how, strict=True)
     return sum(n for part, n, how in known if how != Eager() and part in parts)
 
 
