@@ -62,7 +62,7 @@ class ModelQueue:
         anything is known."""
         requests = [each for each in self.requests.values() if not each.listener.is_flexible]
         ahead = [self.forecaster.expected(each.text_bytes) for each in requests]
-        num_recordings = sum(each.reference_bytes > 0 and not each.is_made for each in requests)
+        num_recordings = sum(each.must_encode and not each.is_made for each in requests)
         return self.forecaster.first_audio_s(
             text_bytes, ahead, has_recordings, num_recordings if has_recordings else 0
         )
