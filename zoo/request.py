@@ -97,6 +97,8 @@ class StoredClip(AudioClip):
     """A clip whose `samples` are read when an encoder needs them for the first time. read: returns them [N]
     float32, and its exceptions pass through."""
 
+    _read: Callable[[], np.ndarray]
+
     def __init__(self, read: Callable[[], np.ndarray], sample_rate_hz: int, kept_in: Path, name: bytes):
         for field_name, value in (("sample_rate_hz", sample_rate_hz), ("kept_in", kept_in), ("name", name)):
             object.__setattr__(self, field_name, value)
