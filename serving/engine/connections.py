@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import structlog
+import torch
 
 from compile_cache import threads
 from serving import protocol
@@ -17,13 +18,14 @@ from serving.engine.engine import Engine
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.intake import Full
 from serving.engine.job import QueuedRequest
+from serving.engine.lifecycle import OUT_OF_MEMORY
 from serving.engine.wire import NotEncoded, is_quick, request_of
 from zoo.contract import Family
 from zoo.request import RequestError
 from zoo.text.open_text import OpenText
 
 # By a failure's code. 422: the request was understood, and asking for it again would end the same way.
-STATUS = {"no_audio": 422, "engine_stopped": 503, "stalled": 408}
+STATUS = {"no_audio": 422, "engine_stopped": 503, "out_of_memory": 503, "stalled": 408}
 PROMPT_THREADS = 2
 STATS_S = 1.0  # from one report of figures to the next
 
@@ -268,6 +270,11 @@ class Bridge:
             case Full(retry_after_s=retry_s):
                 client.send(
                     protocol.Rejected(id, str(error), code="engine_full", status=503, retry_after_s=retry_s)
+                )
+            case torch.OutOfMemoryError():
+                log.error("out_of_memory", id=id, doing="prompt")
+                client.send(
+                    protocol.Rejected(id, OUT_OF_MEMORY, code="out_of_memory", status=503, retry_after_s=1)
                 )
             case RequestError(param=param):
                 client.send(protocol.Rejected(id, str(error), param))
