@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class Graphs:
     record and replay in order on that stream.
     """
 
-    def __init__(self, device: torch.device, pool: object = None):
+    def __init__(self, device: torch.device, pool: Any = None):
         self.device = device
         self.pool = pool
         self.recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}

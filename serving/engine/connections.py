@@ -187,6 +187,7 @@ class Bridge:
     def _prepare(self, client: Client, queued: QueuedRequest, message: protocol.Speak, is_slow: bool) -> None:
         """Have a prompt built. A stored voice is assumed to be encoded; if it is not, its request moves to the
         slow pool."""
+        assert self.engine is not None, f"{queued.id} was accepted, and there is no engine"
         self.messages[queued.id] = message
         again = None if is_slow else message
         pool = self.slow_pool if is_slow else self.pool

@@ -1,5 +1,6 @@
 """Sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
+import asyncio
 import base64
 import gc
 import io
@@ -8,6 +9,7 @@ import random
 import time
 import wave
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from audio_files import decoded
 from fake_engine import CLONER, FEEDER, MODEL, RATE_HZ, frame
 from http_server import Server, until
 from uploads import recording
+from uvicorn.protocols.utils import ClientDisconnected
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -796,3 +799,13 @@ def test_a_text_without_a_sentence_end_is_cut_at_a_clause():
     ready = [one for at in range(0, len(text), 5) for one in sentences.more(text[at : at + 5])]
     assert len(ready) > 3 and all(len(one) <= MAX_CHARS and one.endswith(",") for one in ready)
     assert " ".join(ready + sentences.rest()) == text.strip()
+
+
+def test_a_client_that_leaves_within_the_handshake_is_disconnected():
+    """The connection is closing before the server has accepted it. Otherwise the session would run, and uvicorn
+    would log an error when it ends."""
+    early = object.__new__(listener.Socket)
+    early.transport = SimpleNamespace(is_closing=lambda: True)
+    early.handshake_complete = False
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(early.send({"type": "websocket.accept", "subprotocol": None, "headers": []}))
