@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ Launch = Callable[[], tuple[Tensor, ...]]
 class Graphs:
     """Recorded launches by key, with the tensors that hold their results.
 
-    They share one memory pool: record the largest first, and record and replay in order on one stream.
+    pool: the memory pool that they share, with all other graphs of their stream. Record the largest first, and
+    record and replay in order on that stream.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, pool: Any = None):
         self.device = device
+        self.pool = pool
         self.recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.misses = 0
 
     def record(self, key: Hashable, launch: Launch) -> None:

@@ -29,7 +29,7 @@ class Message(msgspec.Struct, tag=True):
     """One frame of the protocol; the class name is its tag."""
 
 
-class AudioClip(msgspec.Struct, weakref=True):
+class AudioClip(msgspec.Struct, weakref=True, tag="clip"):
     """Decoded reference audio."""
 
     samples: bytes  # float32, little-endian, mono
@@ -39,15 +39,36 @@ class AudioClip(msgspec.Struct, weakref=True):
     def duration_s(self) -> float:
         return len(self.samples) / 4 / self.sample_rate_hz
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.samples)
+
+
+class StoredClip(msgspec.Struct, tag="stored"):
+    """The recording of an uploaded voice. The engine reads it from the voice's directory, and only if it has no
+    encoding of it there or in memory."""
+
+    name: bytes  # zoo.request.recording_name
+    num_samples: int
+    sample_rate_hz: int
+    directory: str
+
+    @property
+    def duration_s(self) -> float:
+        return self.num_samples / self.sample_rate_hz
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.num_samples
+
 
 class Reference(msgspec.Struct):
     """A zoo.request.Reference in transit."""
 
-    clip: AudioClip
+    clip: AudioClip | StoredClip
     transcript: str | None = None
     speaker: str | None = None
     name: str | None = None  # the name that a mix of voices uses for it
-    kept_in: str | None = None  # directory of the uploaded voice, where encoder outputs are stored
 
 
 class Request(msgspec.Struct, omit_defaults=True):
@@ -180,6 +201,7 @@ class ModelStats(msgspec.Struct):
     left_early: int = 0  # counter: requests whose client disconnected before the prompt was built
     short_passes: int = 0  # counter: speech much too short for its text
     long_passes: int = 0  # counter: speech much too long for its text
+    not_finite: int = 0  # counter: requests that failed because of NaN or infinity
     audio_s: float = 0.0  # counter: seconds of audio delivered
     first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
     queue_times: Histogram = msgspec.field(default_factory=Histogram)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,38 @@ class AudioClip:
     """Recorded audio: float32 samples [N] (mono) or [C, N], not normalized (full scale is 1).
 
     kept_in: the directory in which encodings of the clip are stored (zoo/encoded_files.py); None: they are
-    kept in memory only.
+    kept in memory only. name: identifies the samples (`recording_name`); None: it follows from them.
     """
 
     samples: np.ndarray
     sample_rate_hz: int
     kept_in: Path | None = None
+    name: bytes | None = None
+
+
+class StoredClip(AudioClip):
+    """A clip whose `samples` are read when an encoder needs them for the first time. read: returns them [N]
+    float32, and its exceptions pass through."""
+
+    _read: Callable[[], np.ndarray]
+
+    def __init__(self, read: Callable[[], np.ndarray], sample_rate_hz: int, kept_in: Path, name: bytes):
+        for field_name, value in (("sample_rate_hz", sample_rate_hz), ("kept_in", kept_in), ("name", name)):
+            object.__setattr__(self, field_name, value)
+        object.__setattr__(self, "_read", read)
+
+    def __getattr__(self, attribute: str) -> np.ndarray:
+        if attribute != "samples":
+            raise AttributeError(attribute)
+        object.__setattr__(self, "samples", self._read())
+        return self.samples
+
+
+def recording_name(samples: np.ndarray, sample_rate_hz: int) -> bytes:
+    """Return a hash of 16 bytes of samples [N] or [C, N] float32 and their rate."""
+    name = blake2b(repr((samples.shape, sample_rate_hz)).encode(), digest_size=16)
+    name.update(np.ascontiguousarray(samples).data)
+    return name.digest()
 
 
 @dataclass(frozen=True)

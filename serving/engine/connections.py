@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import structlog
+import torch
 
 from compile_cache import threads
 from serving import protocol
@@ -17,13 +18,14 @@ from serving.engine.engine import Engine
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.intake import Full
 from serving.engine.job import QueuedRequest
-from serving.engine.wire import request_of
+from serving.engine.lifecycle import OUT_OF_MEMORY
+from serving.engine.wire import NotEncoded, is_quick, request_of
 from zoo.contract import Family
 from zoo.request import RequestError
 from zoo.text.open_text import OpenText
 
 # By a failure's code. 422: the request was understood, and asking for it again would end the same way.
-STATUS = {"no_audio": 422, "engine_stopped": 503, "engine_full": 503, "stalled": 408}
+STATUS = {"no_audio": 422, "engine_stopped": 503, "engine_full": 503, "out_of_memory": 503, "stalled": 408}
 PROMPT_THREADS = 2
 STATS_S = 1.0  # from one report of figures to the next
 
@@ -171,18 +173,27 @@ class Bridge:
             self.events.append((client, id, event))
 
         text_bytes = len(message.request.text.encode())
-        reference_bytes = sum(len(reference.clip.samples) for reference in message.references)
+        clips = [reference.clip for reference in message.references]
+        # Stored recordings are read by the threads that encode them, so at most PROMPT_THREADS at a time.
+        reference_bytes = sum(clip.num_bytes for clip in clips if isinstance(clip, protocol.AudioClip))
         try:
             queued = engine.accept(id, deliver, message.model, message.listener, text_bytes, reference_bytes)
         except (Full, ValueError) as error:
             return self._refuse(client, id, error)
         client.open.add(id)
-        self.messages[id] = message
-        is_slow = bool(message.references or message.request.normalize)
+        is_slow = bool(reference_bytes or message.request.normalize)
+        self._prepare(client, queued, message, is_slow)
+
+    def _prepare(self, client: Client, queued: QueuedRequest, message: protocol.Speak, is_slow: bool) -> None:
+        """Have a prompt built. A stored voice is assumed to be encoded; if it is not, its request moves to the
+        slow pool."""
+        assert self.engine is not None, f"{queued.id} was accepted, and there is no engine"
+        self.messages[queued.id] = message
+        again = None if is_slow else message
         pool = self.slow_pool if is_slow else self.pool
-        future = pool.submit(self.prepare, engine, queued)
+        future = pool.submit(self.prepare, self.engine, queued, is_slow)
         future.add_done_callback(
-            lambda future: self.loop.call_soon_threadsafe(self._prepared, client, id, future)
+            lambda future: self.loop.call_soon_threadsafe(self._prepared, client, queued, future, again)
         )
 
     def _open(self, client: Client, message: protocol.Speak) -> None:
@@ -223,15 +234,29 @@ class Bridge:
         for text, is_last in waiting:
             self.engine.feed(id, fed.family.tokenize(text), is_last)
 
-    def prepare(self, engine: Engine, queued: QueuedRequest) -> None:
-        """Build a prompt, in a pool. If the client has left, its message is gone."""
+    def prepare(self, engine: Engine, queued: QueuedRequest, is_slow: bool = True) -> None:
+        """Build a prompt, in a pool. If the client has left, its message is gone. Raises RequestError, and
+        NotEncoded unless `is_slow`."""
         message = self.messages.pop(queued.id, None)
-        if message is not None:
+        if message is None:
+            return
+        token = is_quick.set(not is_slow)
+        try:
             engine.prepare(queued, lambda: request_of(message))
+        finally:
+            is_quick.reset(token)
 
-    def _prepared(self, client: Client, id: str, future: Future[None]) -> None:
-        """The engine has the request, or has refused it, or its client has left."""
+    def _prepared(
+        self, client: Client, queued: QueuedRequest, future: Future[None], again: protocol.Speak | None
+    ) -> None:
+        """The engine has the request, or has refused it, or its client has left, or its voice must be encoded
+        first, and `again` is the request."""
+        id = queued.id
         error = future.exception()
+        if again is not None and isinstance(error, NotEncoded):
+            if id in client.open:
+                self._prepare(client, queued, again, is_slow=True)
+            return
         if error is not None and id in client.open:
             client.open.discard(id)
             self._refuse(client, id, error)
@@ -246,6 +271,11 @@ class Bridge:
             case Full(retry_after_s=retry_s):
                 client.send(
                     protocol.Rejected(id, str(error), code="engine_full", status=503, retry_after_s=retry_s)
+                )
+            case torch.OutOfMemoryError():
+                log.error("out_of_memory", id=id, doing="prompt")
+                client.send(
+                    protocol.Rejected(id, OUT_OF_MEMORY, code="out_of_memory", status=503, retry_after_s=1)
                 )
             case RequestError(param=param):
                 client.send(protocol.Rejected(id, str(error), param))

@@ -267,6 +267,7 @@ class Engine:
         self.lifecycle.admit()
         self.paging.deal()
         models = self.rounds.run()
+        self.lifecycle.fail_not_finite()
         finished = [job for model in models for job in model.finished() if not job.is_composing]
         for job in finished:
             self.lifecycle.finish_pass(job)

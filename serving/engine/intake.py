@@ -17,6 +17,7 @@ from serving.engine.job import Job, QueuedRequest, Worker
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import LATE_FACTOR, MAX_RETRY_S, MIN_RETRY_S
+from serving.engine.wire import NotEncoded
 from serving.protocol import Listener
 from zoo.contract import Prompt
 from zoo.request import Request, RequestError
@@ -90,6 +91,7 @@ class Intake:
         with self.inbox.lock:
             self._check_id(id)
             request = QueuedRequest(id, worker, deliver, listener, text_bytes, reference_bytes, self.clock())
+            request.must_encode = reference_bytes > 0
             try:
                 request.predicted_s = self._refuse_if_full(request, worker)
             except Full:
@@ -130,12 +132,13 @@ class Intake:
 
     def prepare(self, queued: QueuedRequest, request: Callable[[], Request]) -> None:
         """Build the prompt of an accepted request, which then waits for a slot. If its client has left, the
-        prompt is never built. Raises RequestError, and then the request leaves the queue."""
+        prompt is never built. Raises RequestError, and then the request leaves the queue; NotEncoded, and then it
+        stays there for another call."""
         with self.inbox.lock:
             if queued.has_left:
                 return
             queued.is_preparing = True
-        job = None
+        job, is_over = None, True
         began_s = self.clock()
         try:
             passes = queued.model.family.passes(request())
@@ -143,9 +146,15 @@ class Intake:
                 prompt = next(passes)
             self.check_room(queued.model, prompt)
             job = Job(queued, prompt, passes, self.arena.streams.prompts.mark())
+        except NotEncoded:
+            is_over = False
+            raise
         finally:
             with self.inbox.lock:
-                self._prepared(queued, job, self.clock() - began_s)
+                if is_over:
+                    self._prepared(queued, job, self.clock() - began_s)
+                else:
+                    queued.must_encode, queued.is_preparing = True, False
 
     def _prepared(self, queued: QueuedRequest, job: Job | None, took_s: float) -> None:
         self.reference_bytes -= queued.reference_bytes
@@ -156,7 +165,7 @@ class Intake:
             return
         queued.is_made = True
         num_tokens = sum(len(lane.inputs) for lane in job.prompt.lanes)
-        queued.model.forecaster.record_prompt(num_tokens, took_s, queued.reference_bytes > 0)
+        queued.model.forecaster.record_prompt(num_tokens, took_s, queued.must_encode)
         self.inbox.news.jobs.append(job)
         self.inbox.lock.notify()
 

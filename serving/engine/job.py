@@ -61,6 +61,7 @@ class QueuedRequest:
     reference_bytes: int = 0
     accepted_s: float = 0.0
     predicted_s: float | None = None  # from then to its first audio, as far as it was known
+    must_encode: bool = False  # a recording must be encoded for it
     is_preparing: bool = False  # its prompt is begun
     is_made: bool = False  # its prompt is built
     has_left: bool = False

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import structlog
+import torch
 
 from serving.engine.composer import Composer
 from serving.engine.events import Event, Failed, Finished
@@ -28,6 +29,8 @@ from zoo.contract import Prompt
 from zoo.request import RequestError
 
 STALLED = "the client has not taken what was spoken for {:g} s"
+NOT_FINITE = "the model computed NaN or infinity, so this answer cannot be completed"
+OUT_OF_MEMORY = "the device has too little memory left for this request; try again later"
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -111,7 +114,13 @@ class Lifecycle:
             head = candidates[0]
             if job is not head and head.pages.num_skips >= MAX_SKIPS:
                 break
-            if self._admit_job(job, may_pause=job is head):
+            try:
+                is_admitted = self._admit_job(job, may_pause=job is head)
+            except torch.OutOfMemoryError:  # nothing of it was launched
+                log.error("out_of_memory", id=job.id, doing="admit")
+                self._release(job, Failed(OUT_OF_MEMORY, code="out_of_memory"))
+                return True
+            if is_admitted:
                 head.pages.num_skips += job is not head
                 self._is_in(job)
                 return True
@@ -152,6 +161,9 @@ class Lifecycle:
         if self.intake.known.get(job.id) is not job or composed.cancelled():
             return
         error = composed.exception()
+        if isinstance(error, torch.OutOfMemoryError):
+            log.error("out_of_memory", id=job.id, doing="prompt")
+            return self._release(job, Failed(OUT_OF_MEMORY, code="out_of_memory"))
         if error is not None:
             if not isinstance(error, RequestError):
                 log.error("unexpected", id=job.id, exc_info=error)
@@ -190,6 +202,13 @@ class Lifecycle:
             with self.inbox.lock:
                 self.intake.leave(queued)
             queued.deliver(last)
+
+    def fail_not_finite(self) -> None:
+        for model in self.models.values():
+            for job in tuple(model.not_finite):
+                model.counters.num_not_finite += 1
+                log.error("not_finite", id=job.id, frames=job.num_frames)
+                self._release(job, Failed(NOT_FINITE, code="not_finite"))
 
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""

@@ -81,7 +81,7 @@ class ModelQueue:
         return [each for each in self.requests.values() if not each.listener.is_flexible]
 
     def _join(self, line: Line, request: QueuedRequest) -> None:
-        has_recordings = request.reference_bytes > 0 and not request.is_made
+        has_recordings = request.must_encode and not request.is_made
         line.join(self.forecaster.expected(request.text_bytes), has_recordings)
 
     def predicted_first_audio_s(self, text_bytes: int, has_recordings: bool) -> float | None:
@@ -98,7 +98,7 @@ class ModelQueue:
         late = []
         line = Line(self.forecaster.outlook)
         for request in self._listeners:
-            has_recordings = request.reference_bytes > 0 and not request.is_made
+            has_recordings = request.must_encode and not request.is_made
             newcomer = self.forecaster.expected(request.text_bytes)
             wait_s = self.forecaster.first_audio_s(line, newcomer, has_recordings)
             if wait_s is not None and now_s - request.accepted_s + wait_s > max_ttfa_s:

@@ -40,6 +40,7 @@ class ModelRound:
     tenants: Tenants
     counters: ModelCounters
     running: dict[int, Job]  # by slot
+    not_finite: set[Job]  # whose values or samples were NaN or infinite
     clock: Callable[[], float]
     report_lag: int
     is_reproducible: bool
@@ -98,7 +99,9 @@ class ModelRound:
             [report] = copy.read()
             same = self.tenants.stayed(slots, generation)
             slots = slots[same]
-            ready, done, written = report[same].T
+            ready, done, written, finite = report[same].T
+            is_sick = (finite == 0) & ~self.scheduler.slots.tape.is_done[slots]
+            self.not_finite.update(self.running[slot] for slot in slots[is_sick].tolist())
             # A slot that was done already took a step in vain, whose report repeats the one before.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
@@ -143,6 +146,10 @@ class ModelRound:
         self.tenants.free_up()
 
     def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
+        if not np.isfinite(samples).all():
+            self.not_finite.add(job)
+        if job in self.not_finite:
+            return
         job.deliver(Audio(samples, frames))
         job.past.num_samples += len(samples)
         if not len(samples) or job.past.is_heard:

@@ -99,6 +99,7 @@ class ModelWorker:
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
+        self.not_finite: set[Job] = set()  # whose values or samples were NaN or infinite
         self.tenants = Tenants(settings.num_slots)
         self.round = ModelRound(
             scheduler=self.scheduler,
@@ -108,6 +109,7 @@ class ModelWorker:
             tenants=self.tenants,
             counters=self.counters,
             running=self.running,
+            not_finite=self.not_finite,
             clock=clock,
             report_lag=settings.report_lag,
             is_reproducible=settings.is_reproducible,
@@ -202,6 +204,9 @@ class ModelWorker:
             return
         del self.running[job.slot]
         job.past.frames += job.pass_frames
+        if job in self.not_finite:
+            self.not_finite.remove(job)
+            self.pages.forget(job)
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self.pages.give_back(job)

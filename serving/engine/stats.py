@@ -29,6 +29,7 @@ def model_stats(model: ModelWorker) -> dict[str, Any]:
         "left_early": counters.num_left_early,
         "short_passes": counters.num_short,
         "long_passes": counters.num_long,
+        "not_finite": counters.num_not_finite,
         "audio_s": counters.audio_s,
         "first_audio_s": counters.first_audio_s,
         "queue_times": counters.queue_times,

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import structlog
 
-from serving import protocol
+from serving import protocol, voice_file
 from zoo.contract import Spec
-from zoo.request import AudioClip, Option, Reference, Request
+from zoo.request import (
+    AudioClip,
+    Option,
+    Reference,
+    Request,
+    RequestError,
+    StoredClip,
+    recording_name,
+)
+
+UNREADABLE = "the stored voice {!r} was removed or is damaged"
+REPLACED = "the stored voice {!r} was replaced while this request waited; send it again"
+
+log = structlog.get_logger()
 
 
 def request_of(message: protocol.Speak) -> Request:
@@ -18,12 +33,41 @@ def request_of(message: protocol.Speak) -> Request:
     return Request(**fields, references=tuple(map(reference_of, message.references)))
 
 
+class NotEncoded(Exception):
+    """An uploaded voice has no encoding yet, so its recording must be read and encoded."""
+
+
+# Whether encoded voices alone may be used. Otherwise NotEncoded is raised.
+is_quick: ContextVar[bool] = ContextVar("is_quick", default=False)
+
+
 def reference_of(reference: protocol.Reference) -> Reference:
+    clip = reference.clip
+    made = stored_clip(clip) if isinstance(clip, protocol.StoredClip) else audio_clip(clip)
+    return Reference(made, reference.transcript, reference.speaker, reference.name)
+
+
+def audio_clip(clip: protocol.AudioClip) -> AudioClip:
     # Tensors ask for memory that can be written to, so this is a copy.
-    samples = np.frombuffer(reference.clip.samples, "<f4").copy()
-    kept_in = None if reference.kept_in is None else Path(reference.kept_in)
-    clip = AudioClip(samples, reference.clip.sample_rate_hz, kept_in)
-    return Reference(clip, reference.transcript, reference.speaker, reference.name)
+    return AudioClip(np.frombuffer(clip.samples, "<f4").copy(), clip.sample_rate_hz)
+
+
+def stored_clip(clip: protocol.StoredClip) -> AudioClip:
+    directory = Path(clip.directory)
+
+    def read() -> np.ndarray:
+        if is_quick.get():
+            raise NotEncoded
+        try:
+            found = audio_clip(voice_file.read(directory)[1])
+        except (voice_file.Damaged, OSError) as error:
+            log.error("voice", directory=clip.directory, error=str(error))
+            raise RequestError("references", UNREADABLE.format(directory.name)) from None
+        if recording_name(found.samples, found.sample_rate_hz) != clip.name:
+            raise RequestError("references", REPLACED.format(directory.name))
+        return found.samples
+
+    return StoredClip(read, clip.sample_rate_hz, directory, clip.name)
 
 
 def option_info(option: Option) -> protocol.OptionInfo:

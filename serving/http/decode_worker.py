@@ -11,6 +11,7 @@ import resource
 import socket
 import struct
 import sys
+from contextlib import suppress
 from io import BufferedRWPair
 from pathlib import Path
 
@@ -32,7 +33,11 @@ def max_clip_bytes(max_s: float) -> int:
 def main() -> None:
     own_bytes = address_space_bytes()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rwb") as file:
+    with (
+        suppress(ConnectionError),  # the server is gone, perhaps with an answer that it did not read
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        connection.makefile("rwb") as file,
+    ):
         while head := file.read(JOB.size):
             max_s, num_bytes = JOB.unpack(head)
             limit(own_bytes, num_bytes, max_s)

@@ -17,6 +17,7 @@ import uvicorn
 from litestar.enums import HttpMethod
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from serving.http.accepting import Acceptor
@@ -204,6 +205,13 @@ class Socket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         if self.sending is not None:
             self.sending.cancel()
+
+    async def send(self, message: Any) -> None:
+        """Raise ClientDisconnected also if the connection is closing before the handshake is complete. uvicorn
+        would let the session run, and log an error when it ends."""
+        if self.transport.is_closing() and not self.handshake_complete:
+            raise ClientDisconnected
+        await super().send(message)
 
     def shutdown(self) -> None:
         """Tell the session to stop. It ends once it has spoken the utterances that have begun."""

@@ -81,6 +81,12 @@ BY_MODEL = (
         "long_passes",
         "Passes whose speech is much too long for the text: the model did not end in time.",
     ),
+    (
+        CounterMetricFamily,
+        "zoo_not_finite",
+        "not_finite",
+        "Requests that failed because the model computed NaN or infinity.",
+    ),
     (CounterMetricFamily, "zoo_queue_seconds", "queue_s", "Total time that requests waited for a slot."),
 )
 

@@ -20,10 +20,11 @@ from serving.http.decoders import Decoders
 from serving.http.errors import refusal
 from serving.http.names import is_mix, names_in
 from serving.http.quota import Quota
-from serving.http.recordings import Recordings, digest
+from serving.http.recordings import Recordings
 from serving.http.schemas import Limits, Model, SpeechRequest
-from serving.http.voices import Damaged, StoredVoice, Voices
-from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
+from serving.http.voices import Voices
+from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference, StoredClip
+from serving.voice_file import Damaged
 
 FETCH_S = 10.0
 MAX_REDIRECTS = 3
@@ -121,7 +122,7 @@ class References:
         found: list[Reference] = []
         for i, given in enumerate(request.given_references):
             name = request.reference_field if len(request.given_references) == 1 else f"references[{i}]"
-            room = MAX_CLIP_BYTES - sum(len(reference.clip.samples) for reference in found)
+            room = MAX_CLIP_BYTES - sum(reference.clip.num_bytes for reference in found)
             try:
                 clip = await self._clip(given.audio, model)
                 if len(clip.samples) > room:
@@ -147,33 +148,26 @@ class References:
             reference = await self._uploaded(name, model)
             reference.name = name
             found.append(reference)
-            if sum(len(reference.clip.samples) for reference in found) > MAX_CLIP_BYTES:
+            if sum(reference.clip.num_bytes for reference in found) > MAX_CLIP_BYTES:
                 message = f"the recordings of {voice!r} exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples; mix fewer voices"
                 raise refusal(400, message, "voice")
         return found
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
         try:
-            with self.decoding.take():
-                found = await read_beside(self._load, voice)
+            found = await read_beside(self.voices.find, voice)
         except Damaged as error:
             raise refusal(400, str(error), "voice", "voice_damaged") from None
         if found is None:  # removed since `check`
             raise self._no_voice(voice, model)
-        stored, loaded, key = found
-        clip = self.recordings.hold(loaded, key)
+        stored, clip = found
         try:
             check_duration(clip, taken_s(model))
         except ValueError as error:
             raise refusal(
                 400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
             ) from None
-        return Reference(clip, stored.ref_text, kept_in=str(self.voices.directory_of(stored)))
-
-    def _load(self, voice: str) -> tuple[StoredVoice, AudioClip, bytes] | None:
-        """Return an uploaded voice, its recording and the recording's key. Raises Damaged."""
-        found = self.voices.load(voice)
-        return found and (*found, digest(found[1]))
+        return Reference(clip, stored.ref_text)
 
     async def _clip(self, audio: str, model: Model) -> AudioClip:
         """Raises ValueError."""
@@ -214,7 +208,7 @@ def taken_s(model: Model) -> tuple[float, float]:
     return model.reference_s
 
 
-def check_duration(clip: AudioClip, possible_s: tuple[float, float]) -> None:
+def check_duration(clip: AudioClip | StoredClip, possible_s: tuple[float, float]) -> None:
     """Raises ValueError."""
     shortest_s, longest_s = possible_s
     if not shortest_s <= clip.duration_s <= longest_s:

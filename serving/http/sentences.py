@@ -6,6 +6,7 @@ The cuts depend on the text alone, not on when its parts arrived, so equal texts
 
 from __future__ import annotations
 
+import math
 import re
 
 from sentencex import segment
@@ -14,6 +15,9 @@ MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models speak s
 MAX_CHARS = 400  # a longer text without a sentence end is cut at a clause or a space
 LETTER_S, WIDE_S = 1 / 12, 1 / 4  # rough speaking time of a letter and of a wide (CJK) character
 CLAUSE_END = re.compile(r"[,;:\u2014](?=\s)|[\uff0c\uff1b\uff1a\u3001]")
+# the end of a sentence in a pass, with up to three closing quotation marks or brackets
+SENTENCE_END = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]{0,3}\s|[\u3002\uff01\uff1f]")
+MAX_MARK_CHARS = 4  # without the space
 HAS_WORD = re.compile(r"\w")
 
 
@@ -55,6 +59,28 @@ class Sentences:
         head = self._held[:MAX_CHARS]
         clauses = [match.end() for match in CLAUSE_END.finditer(head)]
         return clauses[-1] if clauses else head.rfind(" ") + 1 or MAX_CHARS
+
+
+class PassEnd:
+    """Finds the first sentence end after `piece_s` seconds of speech, in a text that arrives in portions. None: no
+    end. The result depends on the text alone."""
+
+    def __init__(self, piece_s: float | None):
+        self._left_s = math.inf if piece_s is None else piece_s
+        self._tail = ""  # the last characters, since a sentence's last mark may be among them
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of the next text belong to the pass; None: all, and the pass goes on."""
+        at = 0
+        while at < len(text) and self._left_s > 0:
+            self._left_s -= said_s(text[at])
+            at += 1
+        before = (self._tail + text[:at])[-MAX_MARK_CHARS:]
+        self._tail = (self._tail + text)[-MAX_MARK_CHARS:]
+        if self._left_s > 0:
+            return None
+        ends = (match.end() - len(before) for match in SENTENCE_END.finditer(before + text[at:]))
+        return next((at + end for end in ends if end > 0), None)
 
 
 def said_s(text: str) -> float:

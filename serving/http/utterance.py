@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -28,11 +27,10 @@ from serving.http.errors import LEFT, outcome_of, refusal
 from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
 from serving.http.recordings import digest
 from serving.http.schemas import Model, SpeechRequest, Usage
-from serving.http.sentences import Sentences, said_s
+from serving.http.sentences import PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
 
-SENTENCE_END = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]*\s|[\u3002\uff01\uff1f]")
 REFUSED = 400
 
 
@@ -225,9 +223,11 @@ class Utterance:
     async def _speak_fed(self) -> None:
         text, has_spoken = await self._first(), False
         while text is not None and not self.was_cut:
+            ending = PassEnd(self.settings.model.piece_s)
+            text, is_whole = self._of_pass(ending, text)
             segment = self._segment(text, is_open=True)
             speaking = asyncio.create_task(self._speak_segment(segment))
-            feeding = asyncio.create_task(self._feed(segment))
+            feeding = asyncio.create_task(self._feed(segment, ending, is_whole))
             try:
                 await asyncio.wait((speaking, feeding), return_when=asyncio.FIRST_COMPLETED)
                 if feeding.done() and not speaking.done():
@@ -251,19 +251,21 @@ class Utterance:
             first += text
         return first
 
-    async def _feed(self, segment: Segment) -> None:
-        """Feed text to a request until the text ends, or until a sentence ends after `piece_s` seconds of
-        speech. Raises Idle."""
+    def _of_pass(self, ending: PassEnd, text: str) -> tuple[str, bool]:
+        """Return what of a new text belongs to the pass, and whether the pass ends with it. The rest stays for the
+        next one."""
+        end = ending.find(text)
+        if end is None:
+            return text, False
+        self.num_taken -= len(text) - end
+        return text[:end], True
+
+    async def _feed(self, segment: Segment, ending: PassEnd, is_whole: bool) -> None:
+        """Feed text to a request until the text or the pass ends. Raises Idle."""
         await segment.asked.wait()
-        engine, left_s = self.server.engine, (self.settings.model.piece_s or np.inf)
-        left_s -= said_s(segment.request.input)
-        tail = ""  # the last characters fed, since the mark at a sentence's end may be among them
-        while (text := await self.more()) is not None:
-            end = SENTENCE_END.search(tail + text) if left_s <= 0 else None
-            if end is not None and (cut := end.end() - len(tail)) > 0:
-                self.num_taken -= len(text) - cut
-                return engine.feed(segment.id, text[:cut], is_last=True)
-            left_s, tail = left_s - said_s(text), (tail + text)[-2:]
+        engine = self.server.engine
+        while not is_whole and (new := await self.more()) is not None:
+            text, is_whole = self._of_pass(ending, new)
             engine.feed(segment.id, text)
         engine.feed(segment.id, "", is_last=True)
 

@@ -3,10 +3,7 @@
     VOICES/anna/voice.safetensors            the upload
     VOICES/anna/FAMILY-*.safetensors         outputs of a model's encoder (zoo/voices/encoded_files.py)
 
-voice.safetensors has one tensor, `samples` [N] F32: the decoded upload, mono. Its metadata is text:
-`format` (FORMAT), `version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, and `ref_text`
-and `consent` if they were given. The entry `blake2b` has 32 digits: the digest of the other entries, as
-lines NAME=VALUE sorted by name, followed by the samples' bytes.
+serving/voice_file.py describes voice.safetensors.
 
 A voice appears and disappears by one rename, so every reader, in any process, finds all of it or nothing.
 Before and after that it is in a hidden directory, which remains if the process is killed; `tidy` removes
@@ -18,7 +15,6 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
-import io
 import os
 import re
 import secrets
@@ -28,44 +24,35 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
-import safetensors.numpy
 import structlog
 
-from serving.protocol import AudioClip
+from serving.protocol import AudioClip, StoredClip
+from serving.voice_file import (
+    VOICE_FILE,
+    Damaged,
+    Header,
+    StoredVoice,
+    header_of,
+    packed,
+    recording_of,
+    unpacked,
+)
 
 MAX_NAME_CHARS = 50
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
-VOICE_FILE = "voice.safetensors"
-FORMAT, VERSION = "speechzoo.voice", "1"
-MAX_HEADER_BYTES = 1 << 20  # ref_text and consent have 4096 characters at most
 SILENT = 1e-3  # a peak of -60 dBFS
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class StoredVoice(msgspec.Struct):
-    """The metadata of a voice."""
-
-    name: str
-    created_at: int  # seconds since 1970
-    duration_s: float
-    ref_text: str | None = None  # the words of the sample; without them, models use only its sound
-    consent: str | None = None  # the uploader's proof of the speaker's consent
-
-
 class Taken(ValueError):
     """A voice of that name already exists."""
-
-
-class Damaged(ValueError):
-    """The stored file of a voice is damaged."""
 
 
 class TooMany(ValueError):
@@ -140,6 +127,11 @@ class Voices:
         invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._read)
 
+    def find(self, name: str) -> tuple[StoredVoice, StoredClip] | None:
+        """Return a voice, and where the engine finds its sample; or None if there is none of that name. Raises
+        ValueError for an invalid name, Damaged, OSError."""
+        return self._open(clean_name(name), self._locate)
+
     def _open(self, name: str, read: Callable[[int], T]) -> T | None:
         """Call `read` with a voice's open directory. It reads that directory even if the name now means
         another voice."""
@@ -160,10 +152,21 @@ class Voices:
     def _read(self, place: int) -> tuple[StoredVoice, AudioClip]:
         return unpacked(read_at(place, VOICE_FILE))
 
+    def _locate(self, place: int) -> tuple[StoredVoice, StoredClip]:
+        """The samples are read only if their name is not in the header."""
+        header = self._header(place)
+        recording = header.recording or recording_of(self._read(place)[1])
+        directory = str(self.directory_of(header.voice))
+        clip = StoredClip(recording, header.samples.shape[0], header.sample_rate_hz, directory)
+        return header.voice, clip
+
     def _look(self, place: int) -> StoredVoice:
         """Return the voice from the header and the size of its file, without reading the samples."""
+        return self._header(place).voice
+
+    def _header(self, place: int) -> Header:
         with open(os.open(VOICE_FILE, os.O_RDONLY, dir_fd=place), "rb") as file:
-            return header_of(file, os.fstat(file.fileno()).st_size).voice
+            return header_of(file, os.fstat(file.fileno()).st_size)
 
     def directory_of(self, voice: StoredVoice) -> Path:
         """Return the directory where the engine keeps its encoding of the voice."""
@@ -217,8 +220,8 @@ class Voices:
                 raise
 
     def remove(self, name: str) -> bool:
-        """Remove a voice, and return whether it existed. Running requests are not affected: they have its
-        sample already. It makes no file or directory, so it works on a full disk. Raises ValueError,
+        """Remove a voice, and return whether it existed. Running requests are not affected. A request
+        whose model has not encoded the voice yet fails. It makes no file or directory, so it works on a full disk. Raises ValueError,
         OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
@@ -262,95 +265,6 @@ class Voices:
             yield
         finally:
             os.close(place)
-
-
-# The format of voice.safetensors.
-
-
-class Tensor(msgspec.Struct):
-    """An entry of a safetensors header."""
-
-    dtype: str
-    shape: tuple[int]
-    data_offsets: tuple[int, int]
-
-
-class Header(msgspec.Struct):
-    """A safetensors header. size_bytes: its size, including the eight bytes of the length."""
-
-    samples: Tensor
-    metadata: dict[str, str] = msgspec.field(name="__metadata__")
-    size_bytes: int = 0
-
-    @property
-    def voice(self) -> StoredVoice:
-        """The voice that the metadata describes. Raises KeyError, ValueError."""
-        facts = self.metadata
-        duration_s = round(self.samples.shape[0] / self.sample_rate_hz, 3)
-        created_at = int(facts["created_at"])
-        return StoredVoice(facts["name"], created_at, duration_s, facts.get("ref_text"), facts.get("consent"))
-
-    @property
-    def sample_rate_hz(self) -> int:
-        rate_hz = int(self.metadata["sample_rate_hz"])
-        if rate_hz <= 0:
-            raise ValueError(f"its sample rate is {rate_hz} Hz")
-        return rate_hz
-
-
-def packed(voice: StoredVoice, sample: AudioClip) -> bytes:
-    """Return the contents of voice.safetensors."""
-    facts = {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": voice.name,
-        "created_at": str(voice.created_at),
-        "sample_rate_hz": str(sample.sample_rate_hz),
-        "ref_text": voice.ref_text,
-        "consent": voice.consent,
-    }
-    metadata = {name: value for name, value in facts.items() if value is not None}
-    metadata["blake2b"] = digest(metadata, sample.samples)
-    samples = np.frombuffer(sample.samples, "<f4")
-    return safetensors.numpy.save({"samples": samples}, metadata)
-
-
-def unpacked(content: bytes) -> tuple[StoredVoice, AudioClip]:
-    """Read the contents of voice.safetensors. Raises Damaged."""
-    header = header_of(io.BytesIO(content), len(content))
-    samples = content[header.size_bytes :]
-    if header.metadata.get("blake2b") != digest(header.metadata, samples):
-        raise Damaged(f"the checksum of {VOICE_FILE} is wrong")
-    return header.voice, AudioClip(samples, header.sample_rate_hz)
-
-
-def header_of(file: BinaryIO, size_bytes: int) -> Header:
-    """Read the header of a file of size_bytes. Raises Damaged."""
-    try:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes")
-        header = msgspec.json.decode(file.read(length), type=Header)
-        header.size_bytes = 8 + length
-        _ = header.voice
-    except (KeyError, ValueError) as error:  # msgspec's are ValueErrors
-        raise Damaged(f"{VOICE_FILE} has no valid header: {error}") from None
-    form, version = header.metadata.get("format"), header.metadata.get("version")
-    if (form, version) != (FORMAT, VERSION):
-        raise Damaged(f"{VOICE_FILE} has the format {form} {version}, not {FORMAT} {VERSION}")
-    num_bytes = 4 * header.samples.shape[0]
-    if header.samples.dtype != "F32" or header.samples.data_offsets != (0, num_bytes):
-        raise Damaged(f"the samples of {VOICE_FILE} are not [N] F32")
-    if num_bytes == 0 or size_bytes != header.size_bytes + num_bytes:
-        raise Damaged(f"{VOICE_FILE} has {size_bytes} bytes instead of {header.size_bytes + num_bytes}")
-    return header
-
-
-def digest(metadata: dict[str, str], samples: bytes) -> str:
-    lines = [f"{name}={value}\n" for name, value in sorted(metadata.items()) if name != "blake2b"]
-    found = blake2b("".join(lines).encode(), digest_size=16)
-    found.update(samples)
-    return found.hexdigest()
 
 
 def encoded_at(directory: int) -> dict[str, bytes]:

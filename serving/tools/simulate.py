@@ -206,7 +206,8 @@ class SimulatedRunner:
         done_s = self._launch(self.cost.step_s(len(slots)))
         self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
         done = self.made[slots] >= self.wanted[slots]
-        return Copy(self.clock, done_s, np.stack((self.made[slots], done, np.full(len(slots), -1)), 1))
+        no_text, finite = np.full(len(slots), -1), np.ones(len(slots), bool)
+        return Copy(self.clock, done_s, np.stack((self.made[slots], done, no_text, finite), 1))
 
     def render(self, due: Render) -> Copy:
         done_s = self._launch(self.cost.render_s(len(due.slots), due.frames))

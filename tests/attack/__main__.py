@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import connecting, decoding, flooding, hanging, holding, stopping, trusting
+from tests.attack import answering, connecting, decoding, flooding, hanging, holding, stopping, trusting
 from tests.attack.report import Row, table
 
 ATTACKS = {
@@ -25,6 +25,7 @@ ATTACKS = {
     "hanging": hanging.attack,
     "connecting": connecting.attack,
     "trusting": trusting.attack,
+    "answering": answering.attack,
 }
 
 

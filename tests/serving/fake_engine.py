@@ -104,6 +104,7 @@ NUMBERS = protocol.ModelStats(
     predicted_turn_s=0.02,
     short_passes=4,
     long_passes=6,
+    not_finite=1,
 )
 STATS = protocol.Stats(
     pages=100,

@@ -5,6 +5,9 @@ import io
 import numpy as np
 import soundfile
 
+from serving import protocol
+from zoo.request import recording_name
+
 RATE_HZ = 16000
 NOISE = np.random.default_rng(1).uniform(-0.5, 0.5, 2 * RATE_HZ).astype(np.float32)
 
@@ -21,3 +24,9 @@ def upload(server, name="anna", sample=None, **fields):
         data={"name": name, **fields},
         files={"audio_sample": ("x.wav", sample or recording())},
     )
+
+
+def stored(directory, samples=NOISE):
+    """Return what the engine is sent of an uploaded voice."""
+    name = recording_name(samples, RATE_HZ)
+    return protocol.StoredClip(name, len(samples), RATE_HZ, str(directory))

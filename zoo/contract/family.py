@@ -150,9 +150,9 @@ class Family(nn.Module, ABC, Generic[S]):
         return self.prompt(request) if said is None else self.later_prompt(request, said)
 
     def step(self, state: S, batch: Batch) -> Tensor:
-        """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is
-        done, and the text token of this step or -1. A slot's first step reads the prompt's last input, so
-        prefill never emits; only this function does."""
+        """Run one step of every slot of the launch -> the report [B, 4]: frames ready, whether the slot is
+        done, the text token of this step or -1, and whether all values were finite. A slot's first step reads
+        the prompt's last input, so prefill never emits; only this function does."""
         # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between
         # models would become a variable there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
@@ -172,8 +172,11 @@ class Family(nn.Module, ABC, Generic[S]):
             page=batch.page,
             is_audio=first_is_audio | ~is_first,
         )
-        self.emit(state, slots, self.hidden(inputs, batch))
-        return torch.stack((state.ready[slots], state.done[slots].long(), state.written[slots]), 1)
+        h = self.hidden(inputs, batch)
+        state.check(slots, h.unflatten(0, (len(first), -1)).transpose(0, 1))  # [B, L, D]
+        self.emit(state, slots, h)
+        done, finite = state.done[slots].long(), state.finite[slots].long()
+        return torch.stack((state.ready[slots], done, state.written[slots], finite), 1)  # [B, 4]
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:

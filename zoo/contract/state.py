@@ -66,6 +66,7 @@ class State:
     first [S+1, L, D], first_is_audio [S+1, L]: the last input of each lane's prompt, which the first step
     reads, and whether it is audio.
     written [S+1]: the text token of the last step, or -1.
+    finite [S+1]: whether all values that were checked were finite (`check`).
     noise [F, *noise]: replaces the noise that each step draws, in every slot, unless it is None. See
     `zoo.generate`.
     """
@@ -84,6 +85,7 @@ class State:
         self.first = torch.zeros(rows, spec.lanes, spec.width, dtype=dtype, device=device)
         self.first_is_audio = torch.zeros(rows, spec.lanes, dtype=torch.bool, device=device)
         self.written = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.finite = torch.ones(rows, dtype=torch.bool, device=device)
         self.noise: Tensor | None = None
         self.add("limit", dtype=torch.int64)
         self.add("seed", dtype=torch.int64)
@@ -105,7 +107,8 @@ class State:
         self.tape[slot].zero_()
         self.first[slot] = torch.stack([lane.inputs[-1] for lane in lanes])
         self.first_is_audio[slot] = torch.stack([lane.audio_mask[-1] for lane in lanes])
-        always = {"ready": 0, "steps": 0, "done": False, "written": -1, "limit": prompt.max_frames}
+        always = {"ready": 0, "steps": 0, "done": False, "written": -1, "finite": True}
+        always["limit"] = prompt.max_frames
         values: dict[str, Any] = {**self._defaults, **always, **prompt.slot}
         rows = {name: getattr(self, name)[slot : slot + 1] for name in values}  # [1, *shape]
         known = {}  # the rows whose values are on the host
@@ -146,6 +149,10 @@ class State:
         """Set the text token of this step [B], -1 for none. Slots that are done are left unchanged, so call
         this before `append` ends one."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
+
+    def check(self, slots: Tensor, values: Tensor) -> None:
+        """Record whether values [B, ...] of the slots are finite. A slot that had others stays marked."""
+        self.finite[slots] = self.finite[slots] & values.flatten(1).isfinite().all(1)
 
     def append(self, slots: Tensor, frame: Tensor, ended: Tensor, is_spoken: Tensor | None = None) -> None:
         """Append a frame [B, *frame] to each tape, unless the model `ended` [B] there or `is_spoken` [B] is

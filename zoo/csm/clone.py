@@ -76,6 +76,8 @@ class Encoder:
     def __call__(self, samples: Tensor) -> Tensor:
         """samples [N] in whole frames -> codes [F, K] on the CPU. Raises RequestError if transformers is not
         installed."""
+        if self.device.type == "meta":
+            raise RequestError("references", "MimiModel reads values, and a model on device meta has none")
         if self._model is None:
             self._model = self._load()
         codes = self._model.encode(samples.to(self.device)[None, None]).audio_codes  # [1, K, F]

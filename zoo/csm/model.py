@@ -24,7 +24,7 @@ from zoo.csm.prompt import PromptWriter, keys
 from zoo.csm.strategy import STRATEGY
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Stack
-from zoo.nn.sampling import draw, gumbel
+from zoo.nn.sampling import draw, gumbel, keep_logits
 from zoo.request import Request
 from zoo.text.pieces import most_s
 
@@ -154,7 +154,10 @@ class Csm(Family[CsmState]):
             return draw(logits, *how, noise[:, k])
 
         first = pick(self.lm.head(h).float(), 0)
-        state.take(slots, self.lm.depth(h, first, pick))
+        drawn: list[Tensor] = []
+        frame = self.lm.depth(h, first, keep_logits(pick, drawn))
+        state.check(slots, torch.cat(drawn, 1))
+        state.take(slots, frame)
 
     def render(self, state: CsmState, view: View) -> tuple[Tensor, Tensor]:
         codes = state.window(view)

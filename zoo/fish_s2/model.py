@@ -30,7 +30,7 @@ from zoo.fish_s2.strategy import STRATEGY
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
-from zoo.nn.sampling import gumbel
+from zoo.nn.sampling import gumbel, keep_logits
 from zoo.request import Request
 from zoo.text.pieces import most_s
 
@@ -242,7 +242,9 @@ class FishS2(FishFamily[PromptWriter]):
         def pick(logits: Tensor, k: int) -> Tensor:
             return draw(logits, *sampling, noise[:, k - 1])
 
-        frame = self.lm.fast(h, token.clamp(max=size - 1), pick)  # [B, K]
+        drawn: list[Tensor] = []
+        frame = self.lm.fast(h, token.clamp(max=size - 1), keep_logits(pick, drawn))  # [B, K]
+        state.check(slots, torch.cat(drawn, 1))
         # As in the original, the first frame's code does not enter the window.
         state.recent[slots] = remember(recent, token, alive & (steps > 0))
         state.append(slots, frame, token == size)

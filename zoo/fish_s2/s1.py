@@ -37,7 +37,7 @@ from zoo.fish_s2.model import FishFamily, FishState
 from zoo.fish_s2.prompt import HINTS, TextTokenizer, Writer
 from zoo.fish_s2.sampling import draw
 from zoo.fish_s2.vocabulary import END, INTERLEAVE, semantic
-from zoo.nn.sampling import gumbel, penalise
+from zoo.nn.sampling import gumbel, keep_logits, penalise
 from zoo.request import Reference, Request, RequestError, sampling_options
 
 LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
@@ -207,7 +207,9 @@ class OpenAudioS1(FishFamily[LineWriter]):
             seen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, recent[:, :, k], True)
             return draw(penalise(logits, seen, penalty), *sampling, noise[:, k - 1])
 
-        frame = self.lm.fast(h, token.clamp(max=size - 1), pick)  # [B, K]
+        drawn: list[Tensor] = []
+        frame = self.lm.fast(h, token.clamp(max=size - 1), keep_logits(pick, drawn))  # [B, K]
+        state.check(slots, torch.cat(drawn, 1))
         moved = torch.cat((recent[:, 1:], frame[:, None]), 1)
         state.recent[slots] = torch.where((alive & (steps > 0))[:, None, None], moved, recent)
         state.append(slots, frame, token == size)

@@ -2,6 +2,8 @@
 or the other rows."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +162,18 @@ def drop_unlikely(noise: Tensor, logits: Tensor, temperature: Tensor, min_p: Ten
     Source: Nguyen et al. 2024 (arXiv 2407.01082)."""
     least = logits.amax(-1, keepdim=True) + (min_p.log() * temperature.clamp(min=GREEDY))[:, None]
     return noise.masked_fill(logits < least, -torch.inf)
+
+
+def keep_logits(pick: Callable[..., Tensor], drawn: list[Tensor]) -> Callable[..., Tensor]:
+    """Return `pick` (logits [B, V], ... -> codes [B]), which also appends each code's logit [B, 1] to `drawn`. Where
+    the logits are NaN, so is the code's."""
+
+    def keep(logits: Tensor, *args: Any, **settings: Any) -> Tensor:
+        code = pick(logits, *args, **settings)
+        drawn.append(logits.gather(1, code[:, None]))
+        return code
+
+    return keep
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
-from zoo.nn.sampling import GREEDY, draw, gumbel, penalise
+from zoo.nn.sampling import GREEDY, draw, gumbel, keep_logits, penalise
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.clone import EncodedReference
 from zoo.qwen3_tts.codec import Codec
@@ -265,7 +265,10 @@ class Qwen3TTS(Family[Qwen3State]):
         ended = first == self.config.control.eos
         noise = gumbel(seed, steps, range(1, self.config.codebooks), self.config.depth_vocab)  # [B, K - 1, V]
         pick = partial(draw, temperature=temperature[:, 1], top_k=top_k[:, 1], top_p=top_p[:, 1])
-        frame = self.talker.depth(h, first, self.talker.codec_embedding(first), noise, pick)  # [B, K]
+        drawn: list[Tensor] = []
+        first_row = self.talker.codec_embedding(first)
+        frame = self.talker.depth(h, first, first_row, noise, keep_logits(pick, drawn))  # [B, K]
+        state.check(slots, torch.cat(drawn, 1))
 
         state.seen_codes[slots] = seen | (
             alive[:, None] & (torch.arange(self.config.vocab, device=h.device) == first[:, None])

@@ -86,16 +86,22 @@ class EncodedFiles:
             "encoder": self.encoder,
             "recording": recording.hex(),
         }
-        return EncodedFile(path, facts, restore)
+        return EncodedFile(path, facts, restore, clip)
 
 
 @dataclass(frozen=True)
 class EncodedFile(Generic[T]):
-    """One encoded recording on disk. restore: tensors on the CPU -> the family's encoded reference."""
+    """One encoded recording on disk. restore: tensors on the CPU -> the family's encoded reference. clip: the
+    recording."""
 
     path: Path
     facts: dict[str, str]
     restore: Callable[[dict[str, Tensor]], T]
+    clip: AudioClip
+
+    def read_recording(self) -> None:
+        """Read the samples of the clip, unless they are there."""
+        _ = self.clip.samples
 
     def read(self) -> T | None:
         """Return the encoded recording, or None if the file is missing, damaged, or of another encoder."""

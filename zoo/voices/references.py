@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import soxr
 
-from zoo.request import AudioClip, RequestError
+from zoo.request import AudioClip, RequestError, recording_name
 
 RATES_HZ = (8_000, 192_000)
 SILENT = 1e-3  # a peak of -60 dB of full scale
@@ -31,6 +31,8 @@ class Copy(Protocol[T]):
     def read(self) -> T | None: ...
 
     def write(self, value: T) -> None: ...
+
+    def read_recording(self) -> None: ...
 
 
 class References(Generic[T]):
@@ -53,19 +55,29 @@ class References(Generic[T]):
 
     def get(self, key: bytes, encode: Callable[[], T], file: Copy[T] | None = None) -> T:
         """Return the encoded reference from memory, or else from the file, or else from `encode`, and keep
-        it. The result of `encode` is also written to the file. Exceptions of `encode` pass through."""
+        it. The result of `encode` is also written to the file. Exceptions of `encode` pass through.
+
+        Only a reference that must be encoded waits for others that are."""
         found = self._find(key)
+        if found is None and file is not None:
+            found = self._from_file(key, file)
         if found is not None:
             return found
         # One at a time: encoders are wide, and a thread that had to wait may find its reference encoded.
         with self._encoding:
             found = self._find(key)
             if found is None:
-                found = file.read() if file is not None else None
-                if found is None:
-                    found = self._made(encode, file)
+                found = self._made(encode, file)
                 self._hold(key, found)
             return found
+
+    def _from_file(self, key: bytes, file: Copy[T]) -> T | None:
+        found = file.read()
+        if found is None:
+            file.read_recording()
+        else:
+            self._hold(key, found)
+        return found
 
     def _made(self, encode: Callable[[], T], file: Copy[T] | None) -> T:
         made = encode()
@@ -82,6 +94,8 @@ class References(Generic[T]):
 
     def _hold(self, key: bytes, value: T) -> None:
         with self._lock:
+            if key in self._held:  # another thread read the same file
+                return
             self._held[key] = value
             self._held_bytes += value.num_bytes
             while self._held_bytes > self.max_bytes:
@@ -90,12 +104,12 @@ class References(Generic[T]):
 
 
 def content(clip: AudioClip, *what_else: object) -> bytes:
-    """Return a clip's name: a hash of 16 bytes of its samples, its rate and `what_else`. Raises
-    ValueError."""
-    _check_form(clip)
-    name = blake2b(repr((clip.samples.shape, clip.sample_rate_hz, *what_else)).encode(), digest_size=16)
-    name.update(np.ascontiguousarray(clip.samples).data)
-    return name.digest()
+    """Return a clip's key: a hash of 16 bytes of its samples, its rate and `what_else`. Raises ValueError."""
+    name = clip.name
+    if name is None:
+        _check_form(clip)
+        name = recording_name(clip.samples, clip.sample_rate_hz)
+    return blake2b(repr((name, *what_else)).encode(), digest_size=16).digest()
 
 
 def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:

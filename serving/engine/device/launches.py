@@ -25,7 +25,7 @@ class Render:
     frames.
 
     handed_s: when it was launched. length: of the window's length buckets, 0 without them. is_reproducible:
-    each row is computed by itself, independent of the others.
+    no row's result depends on the others.
     """
 
     slots: np.ndarray  # [B], ascending

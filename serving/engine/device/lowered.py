@@ -11,13 +11,14 @@ from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
 from compile_cache.strategy import Eager, Lowering, Parts
+from serving.engine.device.streams import Streams
 from zoo.contract import Batch, Family, State, View
 
 
 class Lowered:
-    """how: of the step, the prefill and the render."""
+    """how: of the step, the prefill and the render. streams: on which they are recorded."""
 
-    def __init__(self, family: Family[Any], state: State, is_recorded: bool, compile: bool):
+    def __init__(self, family: Family[Any], state: State, streams: Streams, is_recorded: bool, compile: bool):
         self.family = family
         self.state = state
         strategy = family.strategy
@@ -26,8 +27,8 @@ class Lowered:
             how = (strategy.step, strategy.gpu_prefill, strategy.gpu_render)
         self.how: tuple[Lowering, ...] = how if compile else (Eager(), Eager(), Eager())
         # A step and a render may run at the same time, so they share no memory.
-        self.step_graphs = Graphs(family.device)
-        self.render_graphs = Graphs(family.device)
+        self.step_graphs = Graphs(family.device, streams.lm.pool)
+        self.render_graphs = Graphs(family.device, streams.renders.pool)
         step, prefill, render = self.how
         self._step = lower(family.step, step)
         self._hidden = lower(family.hidden, prefill)

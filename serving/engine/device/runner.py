@@ -66,7 +66,7 @@ class Runner:
         )
         self.sizes = Sizes(family, num_slots, self.is_recorded, is_deterministic, prefill_tokens)
         self.staging = Staging(family, self.table, self.sizes, arena.rows(family))
-        self.lowered = Lowered(family, self.state, self.is_recorded, compile)
+        self.lowered = Lowered(family, self.state, self.streams, self.is_recorded, compile)
         self.prompts: dict[int, tuple[Lane, ...]] = {}
 
     @property
@@ -190,8 +190,8 @@ class Runner:
         self._observe("prefill", len(chunks), began_s)
 
     def step(self, slots: np.ndarray) -> AsyncCopy:
-        """Make one frame for each of `slots` [B]. The report is [B, 3]: frames ready, whether it is done, and
-        the text token of this step or -1. The host's work is vectors of B."""
+        """Make one frame for each of `slots` [B]. The report is [B, 4], as of `Family.step`. The host's work is
+        vectors of B."""
         self.kv_lens[self.sequences(slots)] += 1
         self.kv_lens[self.table.spares] = 1
         padded = np.full(self.sizes.step_rows(len(slots)), self.state.spare, INT)
@@ -210,10 +210,15 @@ class Runner:
 
     def render(self, due: Render) -> AsyncCopy:
         """Return samples [B, N], and how many of each row are valid [B]."""
-        rows = 1 if due.is_reproducible else self.sizes.rows_of_launch(due.frames)
+        rows = self.sizes.rows_of_launch(due.frames)
+        size = None
+        if due.is_reproducible:
+            rows = size = self.sizes.reproducible_rows(due.frames)
         parts = [slice(first, first + rows) for first in range(0, len(due.slots), rows)]
         staged = [
-            self.staging.render(due.slots[at], due.start[at], due.count[at], due.is_last[at], due.frames)
+            self.staging.render(
+                due.slots[at], due.start[at], due.count[at], due.is_last[at], due.frames, size
+            )
             for at in parts
         ]
 

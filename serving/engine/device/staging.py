@@ -18,6 +18,8 @@ CACHED_SAMPLES = 150_000
 # Samples of a render on a GPU: a larger one takes no less time for each, and all the more memory
 # (benchmarks/LOG.md).
 RECORDED_SAMPLES = 600_000
+# Rows of a reproducible render on a GPU: a lone row costs as much as so many, and many share launches.
+REPRODUCIBLE_ROWS = 8
 WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
 PREFILL_TOKENS = (16, 64, 256, 1024)  # of recorded launches; a shorter one is padded up to one
 
@@ -58,6 +60,14 @@ class Sizes:
         """Return the sizes of recorded renders of windows of `frames` frames."""
         most = recorded_rows(self.family, frames, self.num_slots)
         return [most] if self.is_reproducible else up_to(most, self.render_batches)
+
+    def reproducible_rows(self, frames: int) -> int:
+        """Return the one size of launches whose rows are reproducible. On a GPU, rows of launches of one size do
+        not know each other; on a CPU they do, so each has its own launch."""
+        if not self.is_recorded:
+            return 1
+        sizes = self.render_buckets(frames)
+        return next((n for n in sizes if n >= REPRODUCIBLE_ROWS), sizes[-1])
 
     def rows_of_launch(self, frames: int) -> int:
         """Return how many windows of `frames` frames are rendered in one launch at most."""
@@ -125,12 +135,20 @@ class Staging:
         return self.prefill_inputs.stage({"slots": np.zeros(1, INT)} | fields), num_tokens
 
     def render(
-        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray, frames: int
+        self,
+        slots: np.ndarray,
+        start: np.ndarray,
+        count: np.ndarray,
+        is_last: np.ndarray,
+        frames: int,
+        size: int | None = None,
     ) -> Arrive:
-        """All [B]; padded where launches are recorded. frames: of the window."""
+        """All [B]; padded where launches are recorded. frames: of the window. size: of the launch; None: the
+        smallest that is recorded."""
         fields = {"slots": slots, "start": start, "count": count, "is_last": is_last}
         if self.sizes.is_recorded:
-            size = next(n for n in self.sizes.render_buckets(frames) if n >= len(slots))
+            if size is None:
+                size = next(n for n in self.sizes.render_buckets(frames) if n >= len(slots))
             spare = self.sizes.num_slots
             for name, value in fields.items():
                 fields[name] = padded(value, size, spare if name == "slots" else 0)

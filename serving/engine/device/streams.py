@@ -56,13 +56,14 @@ class AsyncCopy:
 
 class Stream:
     """On a CPU, work is done when `run` returns. is_urgent: its work goes before work that other streams
-    have not begun.
+    have not begun. pool: the memory of all launches that are recorded on it, whichever model they are of, since
+    they never run at the same time.
     """
 
     def __init__(self, device: torch.device, is_urgent: bool = False):
-        self.cuda = (
-            torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
-        )
+        is_gpu = device.type == "cuda"
+        self.cuda = torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if is_gpu else None
+        self.pool = torch.cuda.graph_pool_handle() if is_gpu else None
 
     def here(self) -> AbstractContextManager[object]:
         """Return a context in which launches go to this stream."""

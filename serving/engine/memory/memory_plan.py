@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from serving.engine.device.page_table import INT
 from serving.engine.device.staging import recorded_rows
 from zoo.contract import Batch, Family, State, View
 from zoo.nn import residual
+from zoo.request import AudioClip, Reference, Request, RequestError
+
+aten = torch.ops.aten
 
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
 SLOTS = (64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
@@ -32,17 +36,18 @@ PREFILL_TOKENS = 256  # of the launch that is counted
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes. launch: temporary memory of the largest prefill and the largest render, which run at the same
-    time."""
+    time. encoder: of encoding the longest reference, which runs next to them."""
 
     slots: int
     weights: int
     state: int  # of all slots: tapes, the decoder's past
     launch: int
     kv_cache: int
+    encoder: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.state + self.launch + self.kv_cache
+        return self.weights + self.state + self.launch + self.encoder + self.kv_cache
 
 
 def plan(
@@ -55,13 +60,14 @@ def plan(
         weights += residual.prepare(family)
     one, two = (num_bytes(state_tensors(family.state(n))) for n in (1, 2))
     state = one + (slots - 1) * (two - one)
-    launch = launch_bytes(family, slots) if family.device.type == "meta" else 0
+    is_counted = family.device.type == "meta"
     return MemoryPlan(
         slots,
         weights,
         state,
-        launch,
+        launch_bytes(family, slots) if is_counted else 0,
         usual_kv_bytes(family, slots) if kv_memory_bytes is None else kv_memory_bytes,
+        encoder_bytes(family) if is_counted else 0,
     )
 
 
@@ -85,7 +91,7 @@ def resident_bytes() -> int:
 
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
     """Return how many slots each family on `meta` may have (`max_slots` if it is given), and the bytes of
-    the KV cache: the rest of `room` after weights, states and launches. Raises ValueError if that is too
+    the KV cache: the rest of `room` after weights, states, launches and encoders. Raises ValueError if that is too
     little.
     """
     families = list(families)
@@ -174,6 +180,47 @@ def launch_bytes(family: Family[Any], slots: int) -> int:
     return peak_bytes(lambda: family.hidden(inputs, prefill_batch(family))) + peak_bytes(
         lambda: family.render(state, view)
     )
+
+
+class OnHost(TorchDispatchMode):
+    """Gives zeros for values of `meta` tensors that the host asks for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        packet = func.overloadpacket
+        if is_meta and packet in (aten.item, aten._local_scalar_dense):
+            return 0
+        device = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)), None)
+        if is_meta and packet in (aten.to, aten._to_copy) and device == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+
+_encoders = weakref.WeakKeyDictionary[Family[Any], int]()  # a family keeps what it has encoded
+
+
+def encoder_bytes(family: Family[Any]) -> int:
+    """Return the temporary bytes of building a prompt with the longest reference; 0 without references."""
+    if family.spec.reference_s is None:
+        return 0
+    if family not in _encoders:
+        _encoders[family] = _encoder_bytes(family, family.spec.reference_s[1])
+    return _encoders[family]
+
+
+def _encoder_bytes(family: Family[Any], longest_s: float) -> int:
+    spec = family.spec
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, int(longest_s * spec.sample_rate_hz))
+    clip = AudioClip(noise.astype(np.float32), spec.sample_rate_hz)
+    request = Request(text="Hello.", references=(Reference(clip, "Hello."),))
+
+    def build() -> None:
+        # A tiny model has no positions for so long a reference, which is encoded by then.
+        with OnHost(), suppress(RequestError):
+            next(family.passes(request))
+
+    return peak_bytes(build)
 
 
 def peak_bytes(launch: Callable[[], object]) -> int:

@@ -95,6 +95,13 @@ class Pages:
                 self._page_of[link] = page
                 self._link_of[page] = link
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Remove held pages from the index. Those who hold them keep them."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is forgotten, but nobody holds it"
+            if (link := self._link_of.pop(page, None)) is not None:
+                del self._page_of[link]
+
     def give_back(self, pages: Sequence[int]) -> None:
         """Drop one reference on each. From the last page to the first, so that the end of a prefix is evicted
         before what it hangs on."""

@@ -124,6 +124,11 @@ class SlotPages:
         """Let later prompts find the pages that hold these keys."""
         self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
+    def forget(self, job: Job) -> None:
+        """Let no later prompt find a job's pages: they may hold NaN."""
+        for pages in job.pages.lanes:
+            self.pages.forget(pages)
+
     def give_back(self, job: Job) -> None:
         for pages in job.pages.lanes:
             self.pages.give_back(pages)

@@ -72,6 +72,23 @@ def test_more_slots_need_more_of_all_but_weights():
     assert few.state < many.state and few.launch < many.launch and few.kv_cache < many.kv_cache
 
 
+@pytest.mark.parametrize(("name", "size"), [("qwen3_tts", "tiny-base"), ("higgs_v3", "tiny")])
+def test_encoding_the_longest_reference_is_in_the_plan(name, size):
+    """It takes at least its samples, and one layer of channels of them."""
+    model = zoo.load(directory(name, size), "meta", "bfloat16")
+    made = plan(model, 1)
+    longest = int(model.spec.reference_s[1] * model.spec.sample_rate_hz)
+    assert made.encoder > 2 * 4 * longest
+    assert made.total == made.weights + made.state + made.launch + made.encoder + made.kv_cache
+    assert fit([model], made.total, 1) == (1, made.kv_cache)
+    with pytest.raises(ValueError, match="these are needed"):
+        fit([model], made.total - 1, 1)
+
+
+def test_a_model_without_references_needs_no_memory_for_encoders():
+    assert plan(shapes("qwen3_tts"), 1).encoder == 0
+
+
 @pytest.mark.slow
 def test_slots_are_as_many_as_fit_the_memory():
     model = shapes("qwen3_tts")

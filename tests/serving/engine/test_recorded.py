@@ -16,12 +16,17 @@ import pytest
 import torch
 from masquerade import CUDA, LateStream, masquerade
 from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
+from torch import Tensor
 
 import zoo
+from compile_cache.graphs import Launch
+from serving import protocol
 from serving.engine import model_worker
+from serving.engine.device.staging import REPRODUCIBLE_ROWS
 from serving.engine.engine import Engine
 from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from zoo.contract import Family
+from zoo.request import Request
 
 NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few
 TOLERANCE = 1e-4
@@ -79,6 +84,74 @@ def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way,
         heard = listeners[i].samples
         assert len(heard) == len(want), f"request {i}, {said[i]}"
         assert np.abs(heard - want).max(initial=0) < TOLERANCE, f"request {i}, {said[i]}"
+
+
+def test_several_models_are_recorded_on_common_streams():
+    """One pool for each stream, which tests/masquerade.py checks; pages are common, too."""
+    names = ("toy", "toy_guided", "toy_delay")
+    said = [(name, request) for name in names for request in requests(name, 5, max_frames=9)]
+    random.Random(3).shuffle(said)
+    truth = {(name, request): alone(name, request).samples.numpy() for name, request in said}
+    listeners = [Listener() for _ in said]
+    LateStream.chance = random.Random(5)
+    with masquerade():
+        engine = Engine({name: on_gpu(name) for name in names}, max_slots=2, compile=False, clock=Clock())
+        engine.warm(lambda *_: None)
+        for i, (name, request) in enumerate(said):
+            engine.speak(str(i), request, listeners[i], model=name)
+            engine.turn()
+        for _ in range(2000):
+            engine.turn()
+            engine.clock.now_s += 0.03
+        models = engine.models.values()
+        assert all(model.runner.graph_misses == 0 for model in models)
+        lowered = [model.runner.lowered for model in models]
+        assert (
+            len({id(graphs.pool) for each in lowered for graphs in (each.step_graphs, each.render_graphs)})
+            == 2
+        )
+    for asked, listener in zip(said, listeners, strict=True):
+        want = truth[asked]
+        assert len(listener.samples) == len(want), asked
+        assert np.abs(listener.samples - want).max(initial=0) < TOLERANCE, asked
+
+
+def test_reproducible_windows_share_launches_of_one_size():
+    """Files of equal requests have equal bytes, whatever else is rendered."""
+    asked = requests("toy", 6, max_frames=30)
+    sizes: set[int] = set()
+    num_rows: list[int] = []
+
+    def files(together: list[Request]) -> list[np.ndarray]:
+        listeners = [Listener() for _ in together]
+        with masquerade():
+            engine = Engine(on_gpu("toy"), max_slots=16, compile=False, clock=Clock())
+            engine.warm(lambda *_: None)
+            [model] = engine.models.values()
+            run = model.runner.lowered.render_graphs.run
+
+            def launch(key: tuple[str, int, int, int], launch: Launch) -> tuple[Tensor, ...]:
+                sizes.add(key[1])
+                return run(key, launch)
+
+            model.runner.lowered.render_graphs.run = launch
+            model.runner.observer = lambda event, rows, _: (
+                num_rows.append(rows) if event == "render" else None
+            )
+            for i, request in enumerate(together):
+                engine.speak(str(i), request, listeners[i], listener=protocol.Listener(is_reproducible=True))
+            for _ in range(300):
+                engine.turn()
+                engine.clock.now_s += 0.03
+            assert model.runner.graph_misses == 0
+        return [listener.samples for listener in listeners]
+
+    company = files(asked)
+    assert max(num_rows) > 1, "rows share no launch"
+    for request, heard in zip(asked, company, strict=True):
+        [want] = files([request])
+        assert heard.tobytes() == want.tobytes()
+    assert sizes == {REPRODUCIBLE_ROWS}
 
 
 @pytest.mark.parametrize(("codec", "is_tf32"), [("float32", False), ("tf32", True)])

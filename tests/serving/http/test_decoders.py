@@ -219,3 +219,16 @@ def test_a_session_that_disconnects_frees_the_decoder_at_once(server):
         time.sleep(0.2)
         assert process in children()
     until(lambda: process not in children())
+
+
+def test_a_decoder_whose_server_is_killed_writes_nothing():
+    """The server has not read the answer, so the connection is reset."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "serving.http.decode_worker", str(theirs.fileno())]
+    worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    data = recording()
+    ours.sendall(decode_worker.JOB.pack(5.0, len(data)) + data)
+    ours.recv(1)  # the answer has begun
+    ours.close()
+    assert worker.communicate(timeout=30)[1] == b"" and worker.returncode == 0

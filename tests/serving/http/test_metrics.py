@@ -126,6 +126,7 @@ def test_the_engines_statistics_are_exposed(server):
         ("zoo_reference_bytes",): STATS.reference_bytes,
         ("zoo_short_passes_total", "fake"): NUMBERS.short_passes,
         ("zoo_long_passes_total", "fake"): NUMBERS.long_passes,
+        ("zoo_not_finite_total", "fake"): NUMBERS.not_finite,
         ("zoo_turns_total",): STATS.turns,
         ("zoo_turn_seconds_total",): STATS.turn_s,
         ("zoo_engine_resident_memory_bytes",): STATS.resident_bytes,

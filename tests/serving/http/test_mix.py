@@ -4,12 +4,10 @@ import msgspec
 import pytest
 from fake_engine import CLONER, MODEL
 from http_server import Server, error
-from uploads import NOISE, RATE_HZ, upload
+from uploads import stored, upload
 
 from serving.http.names import Names
-from serving.protocol import AudioClip
 
-CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
 MIXER = msgspec.structs.replace(CLONER, id="mixer", mixes=True)
 
 
@@ -28,7 +26,8 @@ def test_a_mix_sends_its_voices_by_name(mixing):
     message = mixing.engine.messages[answer.headers["x-request-id"]]
     assert message.request.voice == "Anna(2)+bert(1)" and not message.request.options
     found = [(reference.name, reference.transcript, reference.clip) for reference in message.references]
-    assert found == [("anna", None, CLIP), ("bert", "What I say.", CLIP)]
+    anna, bert = (stored(mixing.voices_dir / name) for name in ("anna", "bert"))
+    assert found == [("anna", None, anna), ("bert", "What I say.", bert)]
 
 
 def test_a_voice_mixed_with_itself_is_sent_once(mixing):

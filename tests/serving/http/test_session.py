@@ -1,5 +1,6 @@
 """Sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
+import asyncio
 import base64
 import gc
 import io
@@ -8,6 +9,7 @@ import random
 import time
 import wave
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,13 +18,14 @@ from audio_files import decoded
 from fake_engine import CLONER, FEEDER, MODEL, RATE_HZ, frame
 from http_server import Server, until
 from uploads import recording
+from uvicorn.protocols.utils import ClientDisconnected
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from serving.http import listener
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.schemas import Limits
-from serving.http.sentences import MAX_CHARS, Sentences
+from serving.http.sentences import MAX_CHARS, PassEnd, Sentences
 from serving.http.session import MAX_QUEUED, MAX_WRONG
 
 PATH = "/v1/audio/speech/stream"
@@ -168,6 +171,39 @@ def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
     asked = ["".join(texts).strip() for texts in server.engine.fed.values()]
     assert asked == ["One two three four five.", "Six seven eight nine.", "Ten eleven twelve thirteen."]
     assert pcm == frames(5) + frames(4) + frames(4)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_the_passes_of_an_utterance_depend_on_its_text_alone(tmp_path, size):
+    short = msgspec.structs.replace(FEEDER, piece_s=1.0)
+    text = 'One two three four "five." Six seven eight nine!  Ten (eleven twelve.) Thirteen'
+    with Server(tmp_path, models=[short]) as server, session(server) as client:
+        client.configure(model="feeder")
+        client.say(*(text[at : at + size] for at in range(0, len(text), size)))
+        client.heard()
+    asked = ["".join(texts) for texts in server.engine.fed.values()]
+    assert asked == [
+        'One two three four "five." ',
+        "Six seven eight nine! ",
+        " Ten (eleven twelve.) ",
+        "Thirteen",
+    ]
+
+
+def test_a_pass_ends_at_the_same_character_whatever_the_portions():
+    chance = random.Random(0)
+    for _ in range(300):
+        text = "".join(
+            chance.choices("ab. ,!?\"')\u3002\u4eca", weights=(9, 9, 2, 3, 1, 1, 1, 2, 1, 1, 1, 2), k=60)
+        )
+        want = PassEnd(1.0).find(text)
+        ending, at, found = PassEnd(1.0), 0, None
+        while at < len(text) and found is None:
+            portion = text[at : at + chance.randint(1, 7)]
+            end = ending.find(portion)
+            found = None if end is None else at + end
+            at += len(portion)
+        assert found == want, text
 
 
 def test_a_random_voice_is_kept_from_the_first_sentence(server):
@@ -763,3 +799,13 @@ def test_a_text_without_a_sentence_end_is_cut_at_a_clause():
     ready = [one for at in range(0, len(text), 5) for one in sentences.more(text[at : at + 5])]
     assert len(ready) > 3 and all(len(one) <= MAX_CHARS and one.endswith(",") for one in ready)
     assert " ".join(ready + sentences.rest()) == text.strip()
+
+
+def test_a_client_that_leaves_within_the_handshake_is_disconnected():
+    """The connection is closing before the server has accepted it. Otherwise the session would run, and uvicorn
+    would log an error when it ends."""
+    early = object.__new__(listener.Socket)
+    early.transport = SimpleNamespace(is_closing=lambda: True)
+    early.handshake_complete = False
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(early.send({"type": "websocket.accept", "subprotocol": None, "headers": []}))

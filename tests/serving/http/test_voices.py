@@ -13,16 +13,19 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 import soundfile
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
 from shell import ROOT, zoo
-from uploads import NOISE, RATE_HZ, recording, upload
+from uploads import NOISE, RATE_HZ, recording, stored, upload
 
+from serving import voice_file
 from serving.http.schemas import Limits
-from serving.http.voices import Damaged, StoredVoice, Taken, TooMany, Voices, default_directory
+from serving.http.voices import Taken, TooMany, Voices, default_directory
 from serving.protocol import AudioClip, Reference
+from serving.voice_file import Damaged, StoredVoice
+from zoo.request import recording_name
 
 CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
 
@@ -286,9 +289,29 @@ def test_the_stored_file_has_the_documented_format(store):
         "sample_rate_hz": str(RATE_HZ),
         "ref_text": "What I say.\nIn two lines.",
         "consent": "she signed",
+        "recording": recording_name(NOISE, RATE_HZ).hex(),
     }
     lines = "".join(f"{name}={metadata[name]}\n" for name in sorted(metadata))
     assert checksum == hashlib.blake2b(lines.encode() + samples.tobytes(), digest_size=16).hexdigest()
+
+
+def test_a_voice_is_found_without_its_samples(store, monkeypatch):
+    store.add("anna", CLIP)
+    path = store.directory / "anna"
+    monkeypatch.setattr(store, "_read", None)
+    assert store.find("Anna")[1] == stored(path.absolute())
+
+
+def test_a_voice_of_an_older_version_is_found(store):
+    """Its file does not tell the name of its samples."""
+    store.add("anna", CLIP)
+    path = store.directory / "anna" / "voice.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        samples, metadata = file.get_tensor("samples"), file.metadata()
+    del metadata["recording"]
+    metadata["blake2b"] = voice_file.digest(metadata, samples.tobytes())
+    safetensors.numpy.save_file({"samples": samples}, path, metadata)
+    assert store.find("anna")[1] == stored(path.parent.absolute())
 
 
 def test_a_file_written_by_another_program_is_a_voice(store):
@@ -424,7 +447,7 @@ def test_a_voice_is_uploaded_listed_used_and_deleted(server):
         id = answer.headers["x-request-id"]
         assert answer.content[44:] == frame(0)
         assert server.engine.messages[id].references == [
-            Reference(CLIP, "What I say.", kept_in=str(server.voices_dir / "anna"))
+            Reference(stored(server.voices_dir / "anna"), "What I say.")
         ]
         assert server.engine.asked[id] | {"seed": 0} == {"text": "frames 1", "seed": 0}
     gone = server.http.delete("/v1/audio/voices/Anna")
@@ -455,8 +478,7 @@ def test_a_model_without_the_sound_only_option_gets_the_voice_unchanged(tmp_path
         answer = server.speak("frames 1", voice="anna")
         message = server.engine.messages[answer.headers["x-request-id"]]
     assert (
-        message.references == [Reference(CLIP, kept_in=str(server.voices_dir / "anna"))]
-        and not message.request.options
+        message.references == [Reference(stored(server.voices_dir / "anna"))] and not message.request.options
     ) or None
 
 
@@ -484,7 +506,7 @@ def test_voices_survive_a_restart(tmp_path):
         assert [voice["id"] for voice in uploaded(second)] == ["anna"]
         answer = second.speak("frames 1", voice="anna")
         assert second.engine.messages[answer.headers["x-request-id"]].references == [
-            Reference(CLIP, kept_in=str(tmp_path / "voices" / "anna"))
+            Reference(stored(tmp_path / "voices" / "anna"))
         ]
 
 
