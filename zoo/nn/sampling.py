@@ -13,7 +13,7 @@ from zoo.kernels.operator import operator
 
 _LOW = 0xFFFFFFFF
 GREEDY = 1e-5  # up to this temperature the likeliest token is taken; dividing by 1e-38 would overflow
-MAX_GPU_WIDTH = 1 << 14  # the most logits per row that the GPU kernel can hold in registers
+MAX_GPU_WIDTH = 1 << 14  # the most logits per row that the GPU kernels can hold in registers
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -116,13 +116,9 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 @operator("keep_likely")
 def keep_likely_by_kernel(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    if _fits_gpu_kernel(logits):
+    if kernels.use_gpu(logits) and logits.shape[1] <= MAX_GPU_WIDTH:
         return kernels.on_gpu("triton_sampling", "keep_likely", logits, top_k, top_p)
     return (kernels.keep_likely if kernels.know(logits) else _keep_likely)(logits, top_k, top_p)
-
-
-def _fits_gpu_kernel(logits: Tensor) -> bool:
-    return kernels.use_gpu(logits) and logits.shape[1] <= MAX_GPU_WIDTH
 
 
 @torch.compiler.nested_compile_region
@@ -151,8 +147,9 @@ def _empty_tokens(logits: Tensor, *others: Tensor) -> Tensor:
 @operator("draw", gives=_empty_tokens)
 def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
     """Draw in one launch and without sorting."""
-    if _fits_gpu_kernel(logits):
-        return kernels.on_gpu("triton_sampling", "draw", logits, temperature, top_k, top_p, noise)
+    if kernels.use_gpu(logits):
+        kernel = "draw" if logits.shape[1] <= MAX_GPU_WIDTH else "draw_wide"
+        return kernels.on_gpu("triton_sampling", kernel, logits, temperature, top_k, top_p, noise)
     return _draw(logits, temperature, top_k, top_p, noise)
 
 

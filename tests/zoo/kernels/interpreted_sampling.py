@@ -84,10 +84,48 @@ def test_draws():
     assert drawn.dtype == torch.int64 and torch.equal(drawn, sampling._draw(logits, *how))
 
 
+def test_draws_from_rows_that_do_not_fit_into_registers(monkeypatch):
+    """Of several blocks, the last one not full: hot and cold rows, ties at the edge, and banned tokens."""
+    count, width = 40, 300
+    monkeypatch.setattr(triton_sampling, "WIDE_SIZES", {"BLOCK": 64})
+    logits, noise = (
+        scores(count, width + 9)[:, 3 : 3 + width],
+        scores(count, 3 * width, seed=1)[:, width:-width],
+    )
+    temperature = torch.tensor([0.0, 0.7, 1e-38, 1.6]).repeat(10)
+    top_k, top_p = (
+        torch.tensor([0, 1, 6, 50, 500]).repeat(8),
+        torch.tensor([1.0, 0.8, 0.3, 0.9, 0.0]).repeat(8),
+    )
+    how = temperature, top_k, top_p.sort().values, noise.nan_to_num(neginf=0.0)
+    drawn = triton_sampling.draw_wide(logits, *how)
+    assert drawn.dtype == torch.int64 and torch.equal(drawn, sampling._draw(logits, *how))
+
+
+@given(rows, st.integers(1, 67), st.data())
+@EXAMPLES
+def test_the_edge_of_any_row_that_does_not_fit_into_registers(settings_by_row, width, data):
+    """Noise that rises from entry to entry draws the last one that is kept, and noise that falls the first one."""
+    own = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in settings_by_row]
+    top_k, top_p = (torch.tensor(setting) for setting in zip(*settings_by_row, strict=True))
+    logits, heat = torch.tensor(own), torch.ones(len(own))
+    rises = torch.arange(width).expand(len(own), -1) * 1000.0
+    for noise in (rises, -rises):
+        found = triton_sampling.draw_wide(logits, heat, top_k, top_p, noise)
+        expected = sampling._draw(logits, heat, top_k, top_p, noise)
+        for row in (found != expected).nonzero()[:, 0].tolist():
+            exact = [
+                sampling._keep_likely(logits.double(), top_k, top_p.double() + shift)[row]
+                for shift in (-1e-6, 1e-6)
+            ]
+            assert (exact[0] != exact[1]).any(), f"row {row}: {top_k[row]}, {top_p[row]}"
+
+
 def test_the_first_of_several_ties_is_drawn():
     logits, zero = torch.zeros(2, 33), torch.zeros(2, 33)
     settings_of_rows = torch.tensor([0.0, 1.0]), torch.tensor([0, 5]), torch.tensor([1.0, 0.5])
     assert triton_sampling.draw(logits, *settings_of_rows, zero).tolist() == [0, 0]
+    assert triton_sampling.draw_wide(logits, *settings_of_rows, zero).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("first", "streams", "width"), [(0, 1, 40), (1, 15, 64), (3, 2, 1500)])

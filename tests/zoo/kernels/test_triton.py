@@ -186,6 +186,25 @@ def test_draws_build_without_spills(width, card, tmp_path):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS)
+def test_draws_from_a_vocabulary_build_without_spills(card, tmp_path):
+    values = {
+        "logits": torch.float32,
+        "temperature": torch.float32,
+        "top_k": torch.int64,
+        "top_p": torch.float32,
+    }
+    values |= {"noise": torch.float32, "scaled": torch.float32, "out": torch.int64}
+    strides = ("logits", "temperature", "top_k", "top_p", "noise")
+    values |= dict.fromkeys(("width", *(f"{name}_stride" for name in strides)), "i32")
+    registers, stack, shared = build(
+        triton_sampling._draw_wide, values | triton_sampling.WIDE_SIZES, CARDS[card], tmp_path
+    )
+    print(f"{card} draw of a vocabulary: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
 def test_noise_and_the_kept_set_build(card, tmp_path):
     values = {"seed": torch.int64, "step": torch.int64, "out": torch.float32}
     values |= dict.fromkeys(("first", "streams", "width"), "i32") | {"BLOCK": 1024}
