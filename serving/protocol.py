@@ -72,7 +72,7 @@ class Reference(msgspec.Struct):
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A zoo.request.Request in transit, without its references. HTTP has no turns."""
+    """A zoo.request.Request in transit, without its references. HTTP has no turns: references say who speaks."""
 
     text: str
     voice: str | None = None
@@ -85,6 +85,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     repetition_penalty: float | None = None
     max_frames: int | None = None
     options: dict[str, Value] = {}
+    conversation: str | None = None
     is_open: bool = False
     split_text: bool = True
     normalize: bool = False
@@ -174,6 +175,7 @@ class ModelInfo(msgspec.Struct):
     feeds: bool = False  # whether it accepts text while it speaks
     keeps_voice: bool = False  # whether it speaks in a random voice by default, and can clone that voice
     mixes: bool = False  # whether it can mix voices
+    shares_turns: bool = False  # whether a request can continue a conversation
 
 
 class Models(Message):

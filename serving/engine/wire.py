@@ -101,4 +101,5 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         feeds=spec.feeds,
         keeps_voice=spec.keeps_voice,
         mixes=spec.mixes,
+        shares_turns=spec.shares_turns,
     )

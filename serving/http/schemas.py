@@ -166,6 +166,14 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "English or Japanese; false (default): the model reads them as they are"
         ),
     ] = None
+    conversation: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        Meta(
+            description="the name of a conversation, 1 to 256 characters, for models with `shares_turns`: the next "
+            "request with this name continues behind the speech of this one; every client that knows the name "
+            "can continue it"
+        ),
+    ] = None
     max_new_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
         Meta(description="the maximum number of frames to generate, an integer from 1 to 1000000"),
@@ -265,7 +273,7 @@ class SpeechBatch(SpeechRequest, kw_only=True):
 
 
 SAME_NAME = (
-    *("language", "instructions", "split_text", "normalize"),
+    *("language", "instructions", "split_text", "normalize", "conversation"),
     *("temperature", "top_k", "top_p", "repetition_penalty"),
 )
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
@@ -347,6 +355,7 @@ class Model(msgspec.Struct):
     feeds: bool  # whether it takes text token by token while it speaks (WS /v1/audio/speech/stream)
     keeps_voice: bool  # whether it draws a random voice if none is given, and can clone that voice
     mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
+    shares_turns: bool  # whether a request may continue a conversation
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by
