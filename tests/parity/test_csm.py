@@ -132,6 +132,21 @@ def test_a_clip_has_the_codes_of_the_reference(num):
     assert ours.tolist() == found("codec")[f"encode_{num}.codes"].tolist()
 
 
+def test_a_clip_beyond_the_encoders_window_has_the_codes_of_transformers():
+    """40 frames of noise, and a window of five: with the whole past, other codes come out."""
+    from transformers import CsmForConditionalGeneration
+
+    path = directory("csm", "tiny")
+    theirs = CsmForConditionalGeneration.from_pretrained(path, dtype=torch.float32).codec_model
+    samples = torch.randn(40 * 1920, generator=torch.Generator().manual_seed(0)) / 10
+    encoder = family("csm").writer.cloner.encoder
+    ours = encoder(samples)
+    with torch.inference_mode():
+        [expected] = theirs.encode(samples[None, None]).audio_codes.mT
+        whole_past = encoder._model(samples[None])[0]
+    assert torch.equal(ours, expected) and not torch.equal(ours, whole_past)
+
+
 def test_the_mean_squares_and_angles_of_both_stacks_are_those_of_transformers(full):
     """At the published sizes: two ways to write the same scaling."""
     from transformers import CsmConfig

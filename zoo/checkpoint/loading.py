@@ -80,6 +80,15 @@ def load_file(
     _fill(module, table, file.read, file.path)
 
 
+def fill(
+    module: nn.Module, table: Table, read: Callable[[str], Tensor], device: torch.device, path: Path
+) -> None:
+    """Fill a module that was built on `meta`, in fp32, with tensors that were checked before. path: for messages.
+    Raises ValueError for a tensor that is not finite."""
+    _allocate(module, table, device, torch.float32)
+    _fill(module, table, read, path)
+
+
 def weight_normed(
     shapes: Mapping[str, Shape], is_weight_normed: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Shape]:

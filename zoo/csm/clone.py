@@ -3,23 +3,23 @@ encoded once, in fp32, and kept.
 
     clip ─ mono, 24 kHz, zeros up to a whole frame ─ Mimi's encoder ─> codes [F, K]
 
-The encoder is transformers' own. It is imported, and its weights are read, when the first clip comes.
+The encoder's weights are read when the first clip comes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.checkpoint import loading
 from zoo.checkpoint.tensor_files import Header, open_file
-from zoo.nn.mimi import FIXED, MimiConfig
-from zoo.request import AudioClip, RequestError
+from zoo.nn import mimi_encoder
+from zoo.nn.mimi import MimiConfig, encoder_names
+from zoo.request import AudioClip
 from zoo.voices.encoded_files import EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
@@ -61,12 +61,12 @@ class EncoderFiles:
 
 
 class Encoder:
-    """Samples -> codes, by `transformers.MimiModel`."""
+    """Samples -> codes. Its weights are read when the first clip comes."""
 
     def __init__(self, config: MimiConfig, rate_hz: int, files: EncoderFiles, device: torch.device):
         self.config, self.rate_hz = config, rate_hz
         self.files, self.device = files, device
-        self._model: Any = None
+        self._model: mimi_encoder.Encoder | None = None
 
     def __deepcopy__(self, memo: object) -> Encoder:
         """Return an encoder that is not loaded yet, for a copy of a family."""
@@ -74,62 +74,19 @@ class Encoder:
 
     @torch.inference_mode()
     def __call__(self, samples: Tensor) -> Tensor:
-        """samples [N] in whole frames -> codes [F, K] on the CPU. Raises RequestError if transformers is not
-        installed."""
-        if self.device.type == "meta":
-            raise RequestError("references", "MimiModel reads values, and a model on device meta has none")
+        """samples [N] in whole frames -> codes [F, K] on the CPU."""
         if self._model is None:
             self._model = self._load()
-        codes = self._model.encode(samples.to(self.device)[None, None]).audio_codes  # [1, K, F]
-        return codes[0].T.cpu()
+        return self._model(samples.to(self.device)[None], self.config.window)[0].cpu()
 
-    def _load(self) -> Any:
-        try:
-            from transformers import MimiConfig as TheirConfig
-            from transformers import MimiModel
-        except ImportError:
-            needed = "CSM encodes audio with transformers, which is not installed"
-            raise RequestError("references", f"{needed}: pip install 'speechzoo[mimi]'") from None
-        config = TheirConfig(**settings(self.config, self.rate_hz))
-        model: Any = MimiModel(config)
+    def _load(self) -> mimi_encoder.Encoder:
+        with torch.device("meta"):
+            model = mimi_encoder.Encoder(self.config)
         tensors = self.files.read()
-        model.load_state_dict({name: tensors[published(name)] for name in model.state_dict()})
-        return model.to(self.device, torch.float32).eval()
-
-
-def published(name: str) -> str:
-    """Return the published name of one of MimiModel's tensors, which has other names in memory."""
-    name = re.sub(r"^encoder\.(encoder_seanet|encoder)\.layers\.", "encoder.layers.", name)
-    return re.sub(r"^encoder\.(encoder_transformer|downsample)\.", r"\1.", name)
-
-
-def settings(config: MimiConfig, rate_hz: int) -> dict[str, Any]:
-    """Return the arguments of transformers' MimiConfig."""
-    return FIXED | {
-        "sampling_rate": rate_hz,
-        "frame_rate": rate_hz / config.frame_samples,
-        "num_filters": config.filters,
-        "kernel_size": config.kernel,
-        "residual_kernel_size": config.residual_kernel,
-        "last_kernel_size": config.last_kernel,
-        "compress": config.compress,
-        "upsampling_ratios": list(config.strides[::-1]),
-        "hidden_size": config.hidden,
-        "intermediate_size": config.inner,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.heads,
-        "head_dim": config.head_dim,
-        "norm_eps": config.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "sliding_window": config.window,
-        "num_quantizers": config.codebooks,
-        "codebook_size": config.codebook_size,
-        "codebook_dim": config.codebook_dim,
-        "vector_quantization_hidden_dimension": config.codebook_dim,
-        "upsample_groups": config.hidden,
-        "decoder_config": None,  # the encoder alone
-    }
+        path = next(iter(self.files.headers.values())).path
+        loading.fill(model, encoder_names(self.config), tensors.__getitem__, self.device, path)
+        model.prepare()
+        return model.eval().requires_grad_(False)
 
 
 class Cloner:

@@ -134,3 +134,30 @@ def layer_names(theirs: str, ours: str) -> dict[str, str]:
         f"{theirs}.mlp_layer_scale.scale": f"{ours}.mlp_scale",
     }
     return qkv(theirs, ours) | names
+
+
+def encoder_names(config: MimiConfig, theirs: str = "", ours: str = "") -> dict[str, str]:
+    """Return the published names of the encoder's tensors -> those of `zoo.nn.mimi_encoder.Encoder`, each behind
+    a prefix."""
+    table: dict[str, str] = {}
+
+    def both(name: str, our_name: str) -> None:
+        table.update({f"{theirs}{name}.{leaf}": f"{ours}{our_name}.{leaf}" for leaf in ("weight", "bias")})
+
+    num_strides = len(config.strides)
+    both("encoder.layers.0.conv", "convs.0")
+    for n in range(1, 3 * num_strides, 3):
+        both(f"encoder.layers.{n}.block.1.conv", f"convs.{n}.1")
+        both(f"encoder.layers.{n}.block.3.conv", f"convs.{n}.3")
+        both(f"encoder.layers.{n + 2}.conv", f"convs.{n + 2}")
+    both(f"encoder.layers.{3 * num_strides + 2}.conv", f"convs.{3 * num_strides + 2}")
+    for i in range(config.layers):
+        layer, our_layer = f"encoder_transformer.layers.{i}", f"layers.{i}"
+        table |= layer_names(theirs + layer, ours + our_layer)
+        both(f"{layer}.input_layernorm", f"{our_layer}.attention_norm")
+        both(f"{layer}.post_attention_layernorm", f"{our_layer}.mlp_norm")
+        table[f"{theirs}{layer}.mlp.fc1.weight"] = f"{ours}{our_layer}.widen.weight"
+        table[f"{theirs}{layer}.mlp.fc2.weight"] = f"{ours}{our_layer}.narrow.weight"
+    table[f"{theirs}downsample.conv.weight"] = f"{ours}downsample.weight"
+    books = quantizer_names(config.codebooks, f"{theirs}quantizer", f"{ours}quantizer", f"{ours}initialized")
+    return table | books

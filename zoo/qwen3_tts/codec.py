@@ -27,6 +27,7 @@ from zoo.checkpoint.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABUL
 from zoo.checkpoint.stack import StackConfig
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
 from zoo.nn.linear import SwiGLU
+from zoo.nn.mimi_encoder import Encoder
 from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import (
     ResidualUnit,
@@ -39,7 +40,7 @@ from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
 from zoo.nn.window_attention import WindowLayer, window_mask
 from zoo.qwen3_tts.config import qwen3_stack
-from zoo.qwen3_tts.encoder import CODEC_FILE, Encoder, EncoderConfig
+from zoo.qwen3_tts.encoder import CODEC_FILE, EncoderConfig
 
 WINDOW = (1, 1024)  # frames; every layer keeps this many keys and values per stream
 DILATIONS = (1, 3, 9)  # one per residual unit of a block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.names import decoder_block, gate_up
-from zoo.nn.mimi import layer_names, quantizer_names
+from zoo.nn.mimi import encoder_names, layer_names
 
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig
@@ -116,23 +116,4 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     snake(f"decoder.decoder.{num_blocks + 1}", "decoder.snake")
     both(f"decoder.decoder.{num_blocks + 2}.conv", "decoder.tail")
 
-    # encoder
-    num_strides = len(encoder.strides)
-    both("encoder.encoder.layers.0.conv", "encoder.convs.0")
-    for n in range(1, 3 * num_strides, 3):
-        both(f"encoder.encoder.layers.{n}.block.1.conv", f"encoder.convs.{n}.1")
-        both(f"encoder.encoder.layers.{n}.block.3.conv", f"encoder.convs.{n}.3")
-        both(f"encoder.encoder.layers.{n + 2}.conv", f"encoder.convs.{n + 2}")
-    both(f"encoder.encoder.layers.{3 * num_strides + 2}.conv", f"encoder.convs.{3 * num_strides + 2}")
-    for i in range(encoder.layers):
-        theirs, ours = f"encoder.encoder_transformer.layers.{i}", f"encoder.layers.{i}"
-        table |= layer_names(theirs, ours)
-        both(f"{theirs}.input_layernorm", f"{ours}.attention_norm")
-        both(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
-        table[f"{theirs}.mlp.fc1.weight"] = f"{ours}.widen.weight"
-        table[f"{theirs}.mlp.fc2.weight"] = f"{ours}.narrow.weight"
-    table["encoder.downsample.conv.weight"] = "encoder.downsample.weight"
-    table |= quantizer_names(
-        encoder.codebooks, "encoder.quantizer", "encoder.quantizer", "encoder.initialized"
-    )
-    return table
+    return table | encoder_names(encoder, "encoder.", "encoder.")

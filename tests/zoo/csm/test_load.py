@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import zoo
 from zoo.csm import demo
 from zoo.csm.layouts import find_codec
 from zoo.csm.weights import COPIES, INDEX_KEY
-from zoo.request import AudioClip, Reference, Request, RequestError
+from zoo.request import AudioClip, Reference, Request
 
 CLIP = AudioClip(np.sin(np.arange(4000) ** 1.5 / 30).astype(np.float32) / 4, 24_000)
 ASKED = Request(text="Good morning.", max_frames=5, references=(Reference(CLIP, "Hm."),))
@@ -140,13 +139,3 @@ def test_the_encoder_is_loaded_when_the_first_clip_comes():
     assert loaded.writer.cloner.encoder._model is None
     loaded.prompt(ASKED)
     assert loaded.writer.cloner.encoder._model is not None
-
-
-def test_without_transformers_a_clip_is_refused_in_one_line(monkeypatch):
-    loaded = zoo.load(directory("csm", "tiny"), "cpu", "float32")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        RequestError, match=r"transformers, which is not installed: pip install 'speechzoo\[mimi\]'"
-    ):
-        loaded.prompt(ASKED)
-    zoo.generate(loaded, Request(text="a", max_frames=1))
