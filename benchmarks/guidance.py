@@ -273,9 +273,9 @@ def main() -> None:
                 f"{found['step_ms']:.1f} ms a step, {found['frames_per_s']:.1f} frames/s"
                 for found in (one, two)
             )
+            ratios = f"ratio {run['ratio']:.2f}, by CPU time {run['cpu_ratio']:.2f}"
             print(
-                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; "
-                f"ratio {run['ratio']:.2f}, by CPU time {run['cpu_ratio']:.2f}",
+                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; {ratios}",
                 flush=True,
             )
     if options.json:
