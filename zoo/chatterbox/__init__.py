@@ -98,13 +98,14 @@ def describe(directory: Path) -> tuple[Config, Spec]:
     from zoo.chatterbox.clone import REFERENCE_S, TURBO_REFERENCE_S, VOICES_FILE
     from zoo.chatterbox.config import HEAD_DIM, Config
     from zoo.chatterbox.prompt import HINTS, PIECE_S, TURBO_HINTS, languages, options
-    from zoo.chatterbox.strategy import MAX_FRAMES, MAX_POSITIONS, WINDOW
+    from zoo.chatterbox.strategy import MAX_FRAMES, MAX_POSITIONS, window
     from zoo.contract import KV, Spec
     from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 
     config = Config.read(directory)
     t3, has_voice = config.t3, (directory / VOICES_FILE).exists()
     max_positions = min(MAX_POSITIONS, t3.positions or MAX_POSITIONS)
+    max_frames = min(MAX_FRAMES, max_positions - 1, (t3.speech_positions or MAX_FRAMES + 1) - 1)
     spec = Spec(
         family=NAME,
         variant=config.kind,
@@ -114,9 +115,9 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         sample_rate_hz=RATE_HZ,
         kv=KV(t3.layers, t3.heads, HEAD_DIM),
         width=t3.hidden,
-        max_frames=min(MAX_FRAMES, max_positions - 1, (t3.speech_positions or MAX_FRAMES + 1) - 1),
+        max_frames=max_frames,
         max_positions=max_positions,
-        window=WINDOW,
+        window=window(max_frames),
         lanes=1 if config.is_turbo else 2,
         # per mel frame: where the flow starts from, then the noise of the vocoder's source
         noise_shape=(TOKEN_FRAMES, MELS + MEL_SAMPLES * config.vocoder.harmonics),

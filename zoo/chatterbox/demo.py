@@ -63,7 +63,7 @@ class Size:
 
 
 TINY = Size(
-    hidden=64, heads=1, inner=96, layers=2, text_positions=500, speech_positions=300, queries=4,
+    hidden=64, heads=1, inner=96, layers=2, text_positions=500, speech_positions=160, queries=4,
     encoder=32, encoder_heads=2, encoder_inner=48, encoder_layers=2,
     channels=16, estimator_heads=1, num_blocks=1, num_mid=2, vocoder=16, f0=8, s3_width=64, s3_layers=1,
 )  # fmt: skip

@@ -6,8 +6,15 @@ from zoo.contract import Window
 MAX_FRAMES = 1000  # codes of a speech: 40 s
 MAX_POSITIONS = 4096  # of voice, text and codes together
 LENGTHS = (200, 400, MAX_FRAMES)
-# Every mel frame depends on every code, so a speech is one window: no earlier stretch ends on the grid.
-WINDOW = Window(sizes=(MAX_FRAMES,), grid=MAX_FRAMES, lengths=LENGTHS)
+
+
+def window(max_frames: int) -> Window:
+    """Return the windows of a model. Every mel frame depends on every code, so a speech is one window: no earlier
+    stretch ends on the grid."""
+    lengths = tuple(length for length in LENGTHS if length < max_frames)
+    return Window(sizes=(max_frames,), grid=max_frames, lengths=(*lengths, max_frames))
+
+
 BATCH, ROWS = ("batch",), ("batch", "frames")
 # One step of the flow's solver, for any number of streams and frames.
 ADVANCE = Part("flow.advance", (("x", ROWS), ("given", ("batch", "", "frames")), ("count", BATCH)))
