@@ -44,15 +44,17 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
             ),
         )
     )
-    for family in families:
-        pack(family)
     if families[0].device.type != "cpu":
         return
     keep_freed_memory()
-    if compile:
-        with artifacts.opened(artifacts.place("kernels", kernels.key())):
-            kernels.build()
+    if not compile:
         for family in families:
+            pack(family)
+        return
+    with artifacts.opened(artifacts.place("kernels", kernels.key())):
+        kernels.build()
+        for family in families:
+            pack(family)
             residual.prepare(family)
 
 
