@@ -10,16 +10,20 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 // A block of weights has EIGHT vectors of columns. For each k it holds EIGHT / PER_WORD vectors of words, and a word holds one weight of each of
 // PER_WORD vectors of columns.
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
-constexpr int MOST_ROWS = 3;  // of a tile; with eight vectors of columns, each weight that is unpacked is used three times
 constexpr int64_t STRETCH = 512;  // positions of k after which the next tile begins, so that the weights between them stay in a core's caches
 
+// MOST_ROWS: of a tile. A weight that is unpacked is used as often; with more rows, sums would leave the registers too often.
 struct Halves {  // bf16
     static constexpr int PER_WORD = 2;
+    static constexpr int MOST_ROWS = 3;
+    static constexpr bool IS_SCALED = false;
     static Vector weight(Words words, int which) { return Vector(which ? words & 0xFFFF0000u : words << 16); }
 };
 
 struct Quarters {  // int8
     static constexpr int PER_WORD = 4;
+    static constexpr int MOST_ROWS = 2;
+    static constexpr bool IS_SCALED = true;
     static Vector weight(Words words, int which) {
         const Signed bits = Signed(words << (24 - 8 * which)) >> 24;
 #if defined(__AVX512F__)
@@ -32,15 +36,15 @@ struct Quarters {  // int8
     }
 };
 
-// Add ROWS rows of x times n rows of a block to y (ROWS rows of BLOCK sums).
+// Add R rows of x times n rows of a block, times scale [BLOCK] if the weights are scaled, to y (R rows of BLOCK sums).
 template <typename Packed, int R>
-inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, float* y) {
+inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y) {
     constexpr int PER_WORD = Packed::PER_WORD;
     Vector sum[R][EIGHT];
 #pragma GCC unroll 3
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < EIGHT; j++) sum[r][j] = load(y + r * BLOCK + j * LANES);
+        for (int j = 0; j < EIGHT; j++) sum[r][j] = Packed::IS_SCALED ? spread(0) : load(y + r * BLOCK + j * LANES);
     for (int64_t k = 0; k < n; k++) {
         Vector factor[R];
 #pragma GCC unroll 3
@@ -56,44 +60,36 @@ inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, f
 #pragma GCC unroll 3
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < EIGHT; j++) store(y + r * BLOCK + j * LANES, sum[r][j]);
+        for (int j = 0; j < EIGHT; j++) {
+            float* to = y + r * BLOCK + j * LANES;
+            store(to, Packed::IS_SCALED ? multiply_add(load(to), sum[r][j], load(scale + j * LANES)) : sum[r][j]);
+        }
 }
 
 template <typename Packed>
-inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, float* y, int64_t M) {
+inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
     int64_t m = 0;
-    for (; M - m >= 3; m += 3) tile<Packed, 3>(x + m * stride, stride, w, n, y + m * BLOCK);
-    if (M - m == 2) tile<Packed, 2>(x + m * stride, stride, w, n, y + m * BLOCK);
-    if (M - m == 1) tile<Packed, 1>(x + m * stride, stride, w, n, y + m * BLOCK);
+    for (; M - m >= Packed::MOST_ROWS; m += Packed::MOST_ROWS) tile<Packed, Packed::MOST_ROWS>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
+    if (M - m == 2) tile<Packed, 2>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
+    if (M - m == 1) tile<Packed, 1>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
 }
 
-// y [M, N] = x [M, K] times blocks of weights w [blocks, K, BLOCK], plus bias [N] if given. scales [blocks, K / group, BLOCK], if given: what the sum over
-// each group of `group` positions of k is multiplied by.
+// y [M, N] = x [M, K] times blocks of weights w [blocks, K, BLOCK], plus bias [N] if given. scales [blocks, K / group, BLOCK], if the weights are
+// scaled: what the sum over each group of `group` positions of k is multiplied by.
 template <typename Packed>
 void linear(const float* x, const uint32_t* w, const float* scales, const float* bias, float* y, int64_t M, int64_t K, int64_t N, int64_t group, int threads) {
     constexpr int64_t WORDS = BLOCK / Packed::PER_WORD;
-    const int64_t blocks = (N + BLOCK - 1) / BLOCK, stretch = scales ? group : STRETCH;
+    const int64_t blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? group : STRETCH;
 #pragma omp parallel num_threads(threads) if (M * K * N > SMALL)
     {
-        std::vector<float> sums(M * BLOCK), part(scales ? M * BLOCK : 0);
+        std::vector<float> sums(M * BLOCK);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int64_t k = 0; k < K; k += stretch) {
                 const int64_t n = std::min(stretch, K - k);
-                const uint32_t* weights = w + (b * K + k) * WORDS;
-                if (!scales) {
-                    tiles<Packed>(x + k, K, weights, n, sums.data(), M);
-                    continue;
-                }
-                std::fill(part.begin(), part.end(), 0.0f);
-                tiles<Packed>(x + k, K, weights, n, part.data(), M);
-                const float* scale = scales + (b * (K / group) + k / group) * BLOCK;
-                for (int64_t m = 0; m < M; m++)
-                    for (int64_t j = 0; j < BLOCK; j += LANES) {
-                        float* to = &sums[m * BLOCK + j];
-                        store(to, multiply_add(load(to), load(&part[m * BLOCK + j]), load(scale + j)));
-                    }
+                const float* scale = Packed::IS_SCALED ? scales + (b * (K / group) + k / group) * BLOCK : nullptr;
+                tiles<Packed>(x + k, K, w + (b * K + k) * WORDS, n, scale, sums.data(), M);
             }
             const int64_t first = b * BLOCK, columns = std::min<int64_t>(BLOCK, N - first);
             for (int64_t m = 0; m < M; m++) {

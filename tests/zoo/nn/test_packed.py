@@ -20,6 +20,7 @@ from zoo.nn.packed import (
     convolve,
     pack,
     packed_convolution,
+    rounded_to_int8,
 )
 from zoo.request import Request
 
@@ -127,6 +128,58 @@ def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_thread
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         for rows in (slice(0, 1), slice(3, 5), slice(5, 8), slice(8, 13), slice(13, 29)):
             assert torch.equal(narrow(x[rows]), together[rows])
+
+
+def int8(layer: nn.Module) -> nn.Module:
+    module = nn.Sequential(layer)
+    pack(module, 0, is_int8=True)
+    return module
+
+
+# inputs in whole groups, and in none; outputs that fill no block
+@pytest.mark.parametrize("sizes", [(192, 515), (70, 40)], ids=str)
+def test_int8_weights_give_the_results_of_the_rounded_weights(sizes):
+    kernels.build()
+    torch.manual_seed(0)
+    plain = rounded(nn.Linear(*sizes))
+    weight, scales = rounded_to_int8(plain.weight.detach())
+    assert weight.abs().amax(1).min() >= 127 and scales.shape[1] == (3 if sizes[0] == 192 else 1)
+    groups = weight.unflatten(1, (scales.shape[1], -1)) * scales.double()[..., None]
+    near = groups.flatten(1)
+    assert (near - plain.weight).abs().max() <= 0.51 * scales.max()  # half a step
+    x = torch.randn(7, sizes[0])
+    expected = x.double() @ near.T + plain.bias
+    module = int8(plain)
+    with torch.inference_mode():
+        found = module(x)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 7)):
+            assert torch.equal(module(x[rows]), found[rows])
+    assert module[0].blocks.nbytes <= sizes[0] * (sizes[1] + 127)
+
+
+def test_a_row_of_zeros_stays_zero_in_int8():
+    kernels.build()
+    plain = rounded(nn.Linear(64, 64, bias=False))
+    plain.weight.data[3] = 0
+    with torch.inference_mode():
+        assert int8(plain)(torch.randn(2, 64))[:, 3].tolist() == [0, 0]
+
+
+def test_heads_and_weights_of_more_bits_are_not_rounded_to_int8():
+    kernels.build()
+    module = nn.ModuleDict(
+        {
+            "codec_head": rounded(nn.Linear(64, 64)),
+            "heads": nn.ModuleList([rounded(nn.Linear(64, 64))]),
+            "out": rounded(nn.Linear(64, 64)),
+            "fp32": nn.Linear(64, 64),
+        }
+    )
+    with choices.assumed("bf16"):
+        pack(module, 0, is_int8=True)
+    assert module["codec_head"].scales is None and module["heads"][0].scales is None
+    assert module["out"].scales is not None and isinstance(module["fp32"], PackedLinear)
 
 
 def test_weights_of_more_than_16_bits_are_not_rounded():
