@@ -109,7 +109,7 @@ class T3(nn.Module):
 
     def voice_rows(self, speaker: Tensor, codes: Tensor) -> Tensor:
         """Return the rows [P, D] of a voice: speaker [SPEAKER] fp32, codes [T]."""
-        first = self.speaker(speaker.to(self.speaker.weight.dtype))[None]
+        first = self.speaker(speaker.to(self.speaker.bias.dtype))[None]
         rows = self.codes(codes)
         if self.config.is_gpt2:
             return torch.cat((first, rows))

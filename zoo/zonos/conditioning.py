@@ -51,8 +51,8 @@ class Speaker(Known):
 
     def forward(self, values: Sequence[float] | Tensor) -> Tensor:
         """The voice is rounded to bf16 in every run, as in the reference."""
-        weight = self.project.weight
-        voice = torch.as_tensor(values, device=weight.device).bfloat16().to(weight.dtype)
+        bias = self.project.bias
+        voice = torch.as_tensor(values, device=bias.device).bfloat16().to(bias.dtype)
         return self.project(voice[None])[0]
 
 

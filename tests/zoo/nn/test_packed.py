@@ -228,13 +228,15 @@ def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
 
 @pytest.mark.parametrize("name", zoo.families())
 def test_every_family_generates_the_same_codes_with_weights_in_bf16(name, tmp_path):
+    if name == "zonos":
+        pytest.importorskip("espeakng_loader")
     place = zoo.families()[name].write_demo(tmp_path / name, "tiny", dtype=torch.bfloat16)
     fp32 = zoo.load(place, "cpu", "float32")
     request = next(iter(every_request(fp32, 5)[0].values()))
     plain = zoo.generate(fp32, request)
     narrow = zoo.load(place, "cpu", "float32")
     kernels.build()
-    pack(narrow, 0)
+    pack(narrow, 4096)
     assert any(isinstance(module, NarrowLinear) for module in narrow.modules())
     speech = zoo.generate(narrow, request)
     assert len(plain.frames)
