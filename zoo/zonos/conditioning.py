@@ -81,7 +81,8 @@ class Language(Known):
         self.table = nn.Embedding(int(condition.high) - self.low + 1, width)
 
     def forward(self, values: Sequence[float] | Tensor) -> Tensor:
-        return self.table.weight[int(values[0]) - self.low]
+        row: Tensor = self.table(torch.tensor(int(values[0]) - self.low, device=self.table.weight.device))
+        return row
 
 
 def module(condition: Condition, width: int) -> nn.Module:
