@@ -88,8 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     family = zoo.load(options.directory, device="cpu", dtype=options.dtype)
-    pack(family)
     kernels.build()
+    pack(family)
     spent_s: dict[str, float] = defaultdict(float)
     clocks(family, spent_s)
     for streams in (options.streams[0], *options.streams):

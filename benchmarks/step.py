@@ -55,8 +55,8 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     torch._inductor.config.cpp.enable_kernel_profile = True
     family = zoo.load(directory, dtype=dtype)
     threads.set_num_threads(family)
-    pack(family)
     kernels.build()
+    pack(family)
     if how in ("flat", "mlp", "blocks"):
         unmark(family, compile_blocks=how == "blocks")
     if how == "mlp":

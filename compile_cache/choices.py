@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 
 import torch
 
+TRIES = 5  # on a CPU
+CACHE_BYTES = 64 << 20  # zeroed before each try, more than the caches of most CPUs hold
 SUFFIX = ".choices"  # such a file may change without changing its entry, so no manifest lists it
 Ways = Mapping[str, Callable[[], object]]
 
@@ -30,17 +35,31 @@ def fastest(key: str, ways: Ways) -> str | None:
     if (assumed := _assumed.get()) is not None:
         return assumed
     whose = device_name(), key
-    if _known.get(whose) not in ways and _measuring.get() and not torch.cuda.is_current_stream_capturing():
+    if _known.get(whose) not in ways and _measuring.get() and not is_recording():
         _known[whose] = min(ways, key=lambda name: time_us(ways[name]))
     way = _known.get(whose)
     return way if way in ways else None
 
 
+def is_recording() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def time_us(way: Callable[[], object]) -> float:
-    """Return the time of one launch with a cold L2 cache."""
+    """Return the time of one launch with cold caches: the median on a GPU, the least of TRIES on a CPU."""
+    if not torch.cuda.is_available():
+        return min(cold_us(way) for _ in range(TRIES))
     from triton.testing import do_bench
 
     return 1e3 * float(do_bench(way, warmup=5, rep=20, return_mode="median"))
+
+
+def cold_us(way: Callable[[], object]) -> float:
+    """Return the time of one call on a CPU whose caches hold nothing of what the call reads."""
+    torch.zeros(CACHE_BYTES, dtype=torch.uint8)
+    began_s = time.perf_counter()
+    way()
+    return 1e6 * (time.perf_counter() - began_s)
 
 
 def at_most(rows: int) -> int:
@@ -49,16 +68,24 @@ def at_most(rows: int) -> int:
 
 
 def device_name() -> str:
-    return torch.cuda.get_device_name()
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@cache
+def cpu_model() -> str:
+    """Return the processor's name as the system gives it, or else its architecture."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 @contextmanager
 def kept_in(directory: Path) -> Iterator[None]:
     """Measure unknown choices in this context. Choices for this device are read from a file in the directory,
-    and new ones are added to it. On a CPU there is nothing to choose."""
-    if not torch.cuda.is_available():
-        yield
-        return
+    and new ones are added to it."""
     file = directory / f"{re.sub('[^a-z0-9]+', '-', device_name().lower())}{SUFFIX}"
     found = read(file)
     _known.update({(device_name(), key): way for key, way in found.items()})

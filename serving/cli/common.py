@@ -87,6 +87,14 @@ DType = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Weights = Annotated[
+    Literal["published", "int8"],
+    Option(
+        help="The weights of large matrices are read as published, or rounded to int8 on a CPU; int8 is faster "
+        "and changes codes, and zoo parity measures how many.",
+        rich_help_panel=MODEL,
+    ),
+]
 MaxSlots = Annotated[
     int | None,
     Option(

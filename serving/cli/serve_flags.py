@@ -29,6 +29,7 @@ from serving.cli.common import (
     KVMemory,
     MaxSlots,
     VoicesDir,
+    Weights,
     num_bytes,
 )
 
@@ -60,6 +61,7 @@ class Model:
 
     device: Device = None
     dtype: DType = None
+    weights: Weights = "published"
     codec: Codec = "float32"
     deterministic: Annotated[
         bool,
@@ -112,7 +114,13 @@ class Model:
 
     def options(self) -> settings.ModelOptions:
         return settings.ModelOptions(
-            self.device, self.dtype, self.codec, self.deterministic, self.compile, self.warm
+            self.device,
+            self.dtype,
+            self.weights,
+            self.codec,
+            self.deterministic,
+            self.compile,
+            self.warm,
         )
 
     def names(self, served: Iterable[str]) -> settings.Aliases:

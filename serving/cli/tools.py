@@ -21,6 +21,7 @@ from serving.cli.common import (
     KVMemory,
     MaxSlots,
     ModelArgument,
+    Weights,
     app,
     named_directories,
     num_bytes,
@@ -129,6 +130,7 @@ def bench(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    weights: Weights = "published",
     policy: Annotated[
         str,
         Option(
@@ -157,6 +159,7 @@ def bench(
         rounds=rounds,
         device=device,
         dtype=dtype,
+        weights=weights,
         compile=compile,
         policy=policy,
         voice=voice,
@@ -190,6 +193,7 @@ def warm(
     ] = False,
     device: Device = None,
     dtype: DType = None,
+    weights: Weights = "published",
     codec: Codec = "float32",
     deterministic: Annotated[
         bool,
@@ -224,6 +228,7 @@ def warm(
         models=directories,
         device=device,
         dtype=dtype,
+        weights=weights,
         max_slots=max_slots,
         kv_memory_bytes=kv_memory_bytes,
         policy=policy,
@@ -252,6 +257,7 @@ def parity(
     as_json: AsJson = False,
     device: Device = None,
     dtype: DType = None,
+    weights: Weights = "published",
     codec: Codec = "float32",
     compile: Compile = True,
 ) -> int:
@@ -274,6 +280,7 @@ def parity(
         directory,
         device=device,
         dtype=dtype,
+        weights=weights,
         compile=compile,
         frames=frames,
         codec=codec,
@@ -284,6 +291,8 @@ def parity(
         print(json.dumps(result, allow_nan=False))
         return 0
     form = f"{'compiled' if compile else 'eager'} {result['dtype']}"
+    if weights != "published":
+        form += f", weights {weights}"
     table = Table(title=f"{model}: {result['family']} {result['variant']}", title_justify="left")
     for column in ("request", "ours", "theirs", "steps equal", "seconds equal", "most apart", "SNR"):
         table.add_column(column)

@@ -74,7 +74,7 @@ def main() -> None:
             if family.spec.licence:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         with one_line_if_full():
-            prepare_for_host(*families.values(), compile=options.compile)
+            prepare_for_host(*families.values(), compile=options.compile, weights=options.weights)
         engine = Engine(
             families,
             max_slots=max_slots,

@@ -2,8 +2,9 @@
 
 Time is measured as a listener sees it: from the request to its first samples, with seconds of audio counted
 from samples and the true rate. The floor is the least possible time for a frame. It comes from one eager
-step, which counts the weights that matrix products and convolutions read and the arithmetic that they do. The
-same run measures the machine's bandwidth and arithmetic rate.
+step, which counts the weights that matrix products and convolutions read and the arithmetic that they do.
+Weights count with the bits that the checkpoint gives them. The same run measures the machine's bandwidth and
+arithmetic rate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import zoo
-from compile_cache import threads
+from compile_cache import artifacts, threads
 from serving.engine.device.arena import PAGE_TOKENS, Arena, token_bytes
 from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.device.runner import Runner
@@ -36,8 +37,10 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Text
 from serving.engine.schedule.policy import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
+from zoo import kernels
 from zoo.contract import Family, View
-from zoo.nn.packed import PackedLinear, can_be_packed
+from zoo.nn.linear import FusedLinear
+from zoo.nn.packed import GROUP, NarrowLinear, PackedLinear, can_be_packed, has_16_bits
 from zoo.request import Request
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
@@ -53,6 +56,7 @@ def bench(
     rounds: int = 2,
     device: str | None = None,
     dtype: str | None = None,
+    weights: str = "published",
     compile: bool = True,
     policy: str = "streaming",
     voice: str | None = None,
@@ -68,8 +72,11 @@ def bench(
     if reference_python is not None:
         reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
     counted = work(family, request)
-    prepare_for_host(family, compile=compile)
+    prepare_for_host(family, compile=compile, weights=weights)
     flops = Counter(counted["step"]["flops"]) + Counter(counted["render"]["flops"])
+    what = products(family)
+    log_line(f"instructions: {instructions(family.device)}")
+    log_line("; ".join(f"{name} read by {count} products" for name, count in what.items()))
     limits = machine(family, flops)
     rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in limits["flops_per_s"].items())
     log_line(f"this machine: {limits['bytes_per_s'] / 1e9:.1f} GB/s, {rates}")
@@ -87,9 +94,12 @@ def bench(
         "family": family.spec.family,
         "variant": family.spec.variant,
         "device": device_name(family.device),
+        "instructions": instructions(family.device),
+        "products": what,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": dtype_name(family.dtype),
+        "weights": weights,
         "compiled": compile,
         "warm_s": warm_s,
         "compiles_after_warmup": engine.stats()["compiles_after_warmup"],
@@ -249,7 +259,10 @@ class Work(TorchDispatchMode):
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
-        self.weights = {tensor.untyped_storage().data_ptr() for tensor in module.parameters()}
+        self.weights = {  # where each is, and the bytes of one of its numbers
+            tensor.untyped_storage().data_ptr(): 2 if has_16_bits(tensor) else tensor.itemsize
+            for tensor in module.parameters()
+        }
         self.bytes = 0
         self.flops: Counter[str] = Counter()
 
@@ -263,10 +276,30 @@ class Work(TorchDispatchMode):
         out = func(*args, **kwargs)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() in self.weights:
-                self.bytes += tensor.numel() * tensor.itemsize
+            self.bytes += tensor.numel() * self.weights.get(tensor.untyped_storage().data_ptr(), 0)
         self.flops[dtype_name(tensors[0].dtype)] += count(*args, **kwargs, out_val=out)
         return out
+
+
+def products(model: nn.Module) -> dict[str, int]:
+    """Return what the products of a model read -> how many products do, after `prepare_for_host`."""
+    kinds: Counter[str] = Counter()
+    for layer in model.modules():
+        if isinstance(layer, NarrowLinear):
+            kinds["bf16" if layer.scales is None else f"int8, {GROUP} a scale"] += 1
+        elif isinstance(layer, PackedLinear):
+            kinds[f"{dtype_name(layer.weight.dtype)}, packed by oneDNN"] += 1
+        elif isinstance(layer, nn.Linear | FusedLinear):
+            kinds[dtype_name(layer.weight.dtype)] += 1
+    return dict(kinds)
+
+
+def instructions(device: torch.device) -> str:
+    """Return the instruction sets that torch and our kernels use on a CPU, or what a GPU is built for."""
+    if device.type != "cpu":
+        return artifacts.target()
+    limit = kernels.level()
+    return torch.backends.cpu.get_cpu_capability() + ("" if limit is None else f", kernels for {limit}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

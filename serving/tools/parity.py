@@ -40,6 +40,7 @@ def parity(
     *,
     device: str | None = None,
     dtype: str | None = None,
+    weights: str = "published",
     compile: bool = True,
     frames: int = 50,
     max_slots: int = 8,
@@ -55,7 +56,7 @@ def parity(
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
     # This sets the number of threads, so it comes before any computation.
-    prepare_for_host(served, compile=compile)
+    prepare_for_host(served, compile=compile, weights=weights)
     work, refused = every_request(plain, frames)
     if not work:
         raise ValueError(f"{model} refuses every request: {'; '.join(refused.values())}")
@@ -76,6 +77,7 @@ def parity(
         "variant": plain.spec.variant,
         "device": str(plain.device),
         "dtype": str(served.dtype).removeprefix("torch."),
+        "weights": weights,
         "compiled": compile,
         "torch": torch.__version__,
         "cache": str(cache_place(served)),

@@ -26,7 +26,7 @@ def warm(
     began_s = time.perf_counter()
     max_slots, kv_memory_bytes = sizes(options)
     families = load(options.models, options.device, options.dtype, progress)
-    prepare_for_host(*families.values())
+    prepare_for_host(*families.values(), weights=options.weights)
     engine = Engine(
         families,
         max_slots=max_slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -103,3 +104,12 @@ def test_an_assumed_choice_is_not_measured(device, tmp_path):
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (1408, 2048)])
 def test_numbers_of_rows_round_up_to_a_power_of_two(rows, expected):
     assert choices.at_most(rows) == expected
+
+
+def test_a_cpu_measures_its_choices_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "_known", {})
+    monkeypatch.setattr(choices, "cpu_model", lambda: "Processor 7")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with choices.kept_in(tmp_path):
+        assert choices.fastest("x 8", {"slow": lambda: time.sleep(0.01), "fast": lambda: None}) == "fast"
+    assert choices.read(tmp_path / "processor-7-avx2.choices") == {"x 8": "fast"}

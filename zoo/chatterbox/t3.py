@@ -109,7 +109,7 @@ class T3(nn.Module):
 
     def voice_rows(self, speaker: Tensor, codes: Tensor) -> Tensor:
         """Return the rows [P, D] of a voice: speaker [SPEAKER] fp32, codes [T]."""
-        first = self.speaker(speaker.to(self.speaker.weight.dtype))[None]
+        first = self.speaker(speaker.to(self.speaker.bias.dtype))[None]
         rows = self.codes(codes)
         if self.config.is_gpt2:
             return torch.cat((first, rows))
@@ -130,7 +130,7 @@ class T3(nn.Module):
 
     def begin_rows(self) -> Tensor:
         """Return the rows that begin the speech: one in Turbo, else two equal ones at position 0. [1 or 2, D]"""
-        row = self.codes.weight[BEGIN : BEGIN + 1]
+        row = self.codes(torch.tensor([BEGIN], device=self.codes.weight.device))
         return row if self.config.is_gpt2 else (row + self.speech_positions.weight[:1]).expand(2, -1)
 
     def code_rows(self, codes: Tensor, steps: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class FlowCache:
     """
 
     def __init__(self, flow: Flow, rows: int, capacity: int):
-        config, like = flow.config, flow.output.weight
+        config, like = flow.config, flow.output.bias
         self.capacity = capacity
         tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # padding is written to the last place
         self.encoder = [zeros(like, rows, tokens, 2 * config.width) for _ in range(config.layers)]

@@ -1,5 +1,4 @@
-"""The CPU kernels, kernels.cpp and kernels_render.cpp. They are built and cached like the code that inductor
-generates.
+"""The CPU kernels, kernels*.cpp. They are built and cached like the code that inductor generates.
 
 Torch's general operators spend most of a small step on overhead: they gather pages before attention reads
 them, sort a vocabulary for its fifty likeliest entries, and pass five times over a codec's activations. These
@@ -9,6 +8,9 @@ kernels are tested against that version.
 
 from __future__ import annotations
 
+import os
+import platform
+from contextlib import nullcontext
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,19 +23,28 @@ from torch.nn import functional as F
 from zoo.kernels.operator import is_plain
 
 # compiled as one file, in this order
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp"))
+FILES = ("kernels.cpp", "kernels_render.cpp", "kernels_products.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in FILES)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# what compilers call the instruction sets that ATEN_CPU_CAPABILITY can limit torch to
+LEVELS = {"default": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 
 _library: CDLL | None = None
 
 
 def key() -> str:
-    """Return a hash of the sources, which names the library that `build` builds."""
-    return blake2b(source().encode(), digest_size=8).hexdigest()
+    """Return a hash of the sources and of `level`, which names the library that `build` builds."""
+    return blake2b(f"{level()}\n{source()}".encode(), digest_size=8).hexdigest()
 
 
 def source() -> str:
     return "\n".join(path.read_text() for path in SOURCES)
+
+
+def level() -> str | None:
+    """Return the instruction set that the kernels are limited to, because ATEN_CPU_CAPABILITY limits torch to
+    it, or None for all that this machine has."""
+    return LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "")) if platform.machine() == "x86_64" else None
 
 
 def build() -> None:
@@ -41,11 +52,13 @@ def build() -> None:
     time. Raises ValueError without a C++ compiler."""
     global _library
     # imported here because it takes two seconds, which only a server needs to spend
+    from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        library = CppCodeCache.load(source())
+        with nullcontext() if level() is None else config.patch({"cpp.march": level()}):
+            library = CppCodeCache.load(source())
     except InvalidCxxCompiler:
         raise ValueError(
             "compiling for a CPU needs a C++ compiler, and none was found: install g++, or serve with --no-compile"
@@ -60,6 +73,8 @@ def build() -> None:
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
     library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 11 + [c_int]
     library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
+    library.linear_bf16.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
+    library.linear_int8.argtypes = [c_void_p] * 5 + [c_int64] * 4 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
@@ -163,6 +178,47 @@ def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
     pointers = (tensor.data_ptr() for tensor in (seed, step, out))
     _library.normal(*pointers, len(seed), width, torch.get_num_threads())
     return out
+
+
+EIGHT = 8  # vectors of columns in a block of weights, as in kernels_products.cpp
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """Return a matrix [N, K], bf16 or int8, as `linear` reads it: [blocks, K, words] int32. Columns are padded
+    with zeros to whole blocks."""
+    assert _library is not None and weight.dtype in (torch.bfloat16, torch.int8), f"{weight.dtype}"
+    columns, per_word = _library.block_columns(), 4 // weight.itemsize
+    bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+    bits = F.pad(bits, (0, 0, 0, -len(bits) % columns))
+    # a word holds one weight of each of the next `per_word` vectors of columns
+    bits = bits.view(-1, EIGHT // per_word, per_word, columns // EIGHT, weight.shape[1])
+    return bits.permute(0, 4, 1, 3, 2).contiguous().view(torch.int32).flatten(2)
+
+
+def scales_in_blocks(scales: Tensor) -> Tensor:
+    """Return scales [N, groups] float32 as `linear` reads them, [blocks, groups, columns]."""
+    assert _library is not None and scales.dtype == torch.float32, f"{scales.dtype}"
+    columns = _library.block_columns()
+    return F.pad(scales, (0, 0, 0, -len(scales) % columns)).unflatten(0, (-1, columns)).mT.contiguous()
+
+
+def linear(x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int) -> Tensor:
+    """Multiply x [..., K] by a weight `in_blocks`, with `scales_in_blocks` if it is int8, and add a bias
+    [num_columns] -> [..., num_columns]. Sums are float32; the result has x's dtype."""
+    assert _library is not None and blocks.is_contiguous() and blocks.shape[1] == x.shape[-1]
+    rows = x.float().contiguous()
+    if bias is not None:
+        bias = bias.float()
+    out = rows.new_empty(*x.shape[:-1], num_columns)
+    num, width = rows.numel() // x.shape[-1], x.shape[-1]
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rows, blocks, scales, bias, out)]
+    if scales is None:
+        del pointers[2]
+        _library.linear_bf16(*pointers, num, width, num_columns, torch.get_num_threads())
+    else:
+        group = width // scales.shape[1]
+        _library.linear_int8(*pointers, num, width, num_columns, group, torch.get_num_threads())
+    return out.to(x.dtype)
 
 
 def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:

@@ -38,6 +38,10 @@ class Tables(Parted):
         first = torch.arange(len(self.parts), device=index.device) * self.parts[0]
         return F.embedding(index + first, self.weight)
 
+    def rows(self, which: int, index: Tensor) -> Tensor:
+        """index [B], rows of one table -> [B, D]"""
+        return F.embedding(index, self.table(which))
+
     def table(self, which: int) -> Tensor:
         """-> [rows, D]"""
         return self.weight.narrow(0, which * self.parts[0], self.parts[0])

@@ -4,32 +4,98 @@ A plain product rearranges its weights on every call, or reads them inefficientl
 weights once. For the few rows of a step, that is at least twice as fast (benchmarks/LOG.md), and a row's
 result does not depend on the number of rows. Source: oneDNN's weight prepacking, which inductor uses when it
 freezes a model.
+
+A step is bound by the bytes of the weights it reads. Most checkpoints have weights in bf16, and a CPU without
+bf16 arithmetic computes in fp32. `NarrowLinear` reads the 16 bits and computes in fp32: it gives what an fp32
+copy gives, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo parity` measures
+how many.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compile_cache import choices
+from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear
+from zoo.nn.linear import FusedLinear, Parted, Tables
 
 LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
+GROUP = 64  # int8 weights that share a scale
+MEASURED_ROWS = (1, 8)  # for which oneDNN's product and ours are compared, one after the other
 
 
-def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
+def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False) -> None:
     """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free
-    the plain weights. In a module with `reads_many_rows`, all of them are replaced. Does nothing if the model
-    is not on a CPU, or if this build or machine lacks the kernels."""
-    for module in tuple(model.modules()):
+    the plain weights. Weights that have only 16 bits stay in bf16 if that is faster, and embeddings stay in
+    bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Does nothing if the
+    model is not on a CPU, or if this build or machine lacks the kernels.
+
+    is_int8: weights of 16 bits are rounded to 8, except in heads, whose errors change most codes.
+    """
+    for place, module in tuple(model.named_modules()):
         for name, child in module.named_children():
-            if (
-                isinstance(child, nn.Linear | FusedLinear)
-                and (child.weight.nbytes >= least_bytes or getattr(module, "reads_many_rows", False))
-                and can_be_packed(child.weight)
-            ):
-                setattr(module, name, PackedLinear(child))
+            if isinstance(child, nn.Embedding | Tables):
+                setattr(module, name, narrowed(child, least_bytes))
+            elif isinstance(child, nn.Linear | FusedLinear):
+                reads_many_rows = getattr(module, "reads_many_rows", False)
+                is_rounded = is_int8 and "head" not in f"{place}.{name}"
+                setattr(module, name, packed(child, least_bytes, reads_many_rows, is_rounded))
+
+
+def packed(
+    plain: nn.Linear | FusedLinear, least_bytes: int, reads_many_rows: bool, is_rounded: bool
+) -> nn.Module:
+    """Return a layer in the form that computes it fastest, which may be itself."""
+    if reads_many_rows or not is_large(plain, least_bytes):
+        return PackedLinear(plain) if reads_many_rows and can_be_packed(plain.weight) else plain
+    is_narrow = kernels.has(plain.weight) and has_16_bits(plain.weight)
+    if is_narrow and (is_rounded or not can_be_packed(plain.weight)):
+        return NarrowLinear(plain, is_rounded)
+    if not can_be_packed(plain.weight):
+        return plain
+    if plain.weight.dtype == torch.bfloat16 or not is_narrow:
+        return PackedLinear(plain)
+    return FORMS[fastest_form(plain)](plain)
+
+
+def narrowed(plain: nn.Embedding | Tables, least_bytes: int) -> nn.Module:
+    """Return an embedding with rows in bf16, or itself if its rows have more bits or are few."""
+    if not (is_large(plain, least_bytes) and kernels.has(plain.weight) and has_16_bits(plain.weight)):
+        return plain
+    return NarrowTables(plain) if isinstance(plain, Tables) else NarrowEmbedding(plain)
+
+
+def is_large(layer: nn.Linear | FusedLinear | nn.Embedding | Tables, least_bytes: int) -> bool:
+    return layer.weight.nbytes >= least_bytes
+
+
+def has_16_bits(weight: Tensor) -> bool:
+    """Return whether a weight is bf16, or float32 whose values are all bf16 numbers."""
+    if weight.dtype != torch.float32:
+        return weight.dtype == torch.bfloat16
+    return bool((weight.bfloat16() == weight).all())
+
+
+def fastest_form(plain: nn.Linear | FusedLinear) -> str:
+    """Return which of FORMS multiplies a few rows fastest. It is measured once for each shape on each kind of
+    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form."""
+    columns, width = plain.weight.shape
+    makers = {name: cache(partial(form, plain)) for name, form in FORMS.items()}
+    ways = {name: partial(multiply_few_rows, make, width) for name, make in makers.items()}
+    return choices.fastest(f"linear {width} x {columns}", ways) or "bf16"
+
+
+@torch.inference_mode()
+def multiply_few_rows(make: Callable[[], nn.Module], width: int) -> None:
+    layer = make()
+    for rows in MEASURED_ROWS:
+        layer(torch.ones(rows, width))
 
 
 def can_be_packed(weight: Tensor) -> bool:
@@ -61,6 +127,73 @@ class PackedLinear(nn.Module):
         else:  # a custom operator would take as long as some of the products
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y if self.parts is None else y.split(self.parts, -1)
+
+
+class NarrowLinear(nn.Module):
+    """An `nn.Linear` or `FusedLinear` whose weights have 16 or 8 bits and are computed in fp32: x [..., in] ->
+    [..., out], or one result per part of a `FusedLinear`, in x's dtype."""
+
+    blocks: Tensor  # [blocks, in, words] int32, see kernels.in_blocks
+    scales: Tensor | None  # of int8 weights, see kernels.scales_in_blocks
+    bias: Tensor | None  # [out]
+
+    def __init__(self, plain: nn.Linear | FusedLinear, is_int8: bool = False):
+        super().__init__()
+        self.parts = plain.parts if isinstance(plain, FusedLinear) else None
+        self.num_columns = len(plain.weight)
+        weight, scales = plain.weight.detach().bfloat16(), None
+        if is_int8:
+            weight, scales = rounded_to_int8(weight)
+            scales = kernels.scales_in_blocks(scales)
+        self.register_buffer("blocks", kernels.in_blocks(weight), persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        multiply = torch.ops.zoo.narrow_linear.default if torch.compiler.is_compiling() else kernels.linear
+        y = multiply(x, self.blocks, self.scales, self.bias, self.num_columns)
+        return y if self.parts is None else y.split(self.parts, -1)
+
+
+def rounded_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [out, in] as int8 and its scales [out, groups] float32. The largest value of a group of
+    GROUP inputs becomes 127 or -127; a row is one group if GROUP does not divide it."""
+    groups = weight.float().unflatten(1, (-1, GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (groups / scales).round().to(torch.int8).flatten(1), scales[..., 0]
+
+
+FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
+    "bf16": NarrowLinear,
+    "onednn": PackedLinear,
+}
+
+
+class NarrowEmbedding(nn.Embedding):
+    """An embedding whose rows stay in bf16; what it returns has the plain dtype."""
+
+    def __init__(self, plain: nn.Embedding):
+        nn.Module.__init__(self)
+        self.dtype = plain.weight.dtype
+        self.weight = nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight).to(self.dtype)
+
+
+class NarrowTables(Tables):
+    """`Tables` whose rows stay in bf16; what they return has the plain dtype."""
+
+    def __init__(self, plain: Tables):
+        Parted.__init__(self, plain.parts)
+        self.dtype = plain.weight.dtype
+        self.weight = nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return super().forward(index).to(self.dtype)
+
+    def rows(self, which: int, index: Tensor) -> Tensor:
+        return super().rows(which, index).to(self.dtype)
 
 
 def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
@@ -103,3 +236,17 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. A custom operator, because inductor
     cannot read a packed weight."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _empty_columns(
+    x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], num_columns))
+
+
+@operator("narrow_linear", gives=_empty_columns)
+def narrow_linear(
+    x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int
+) -> Tensor:
+    """See `kernels.linear`."""
+    return kernels.linear(x, blocks, scales, bias, num_columns)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.nn.frame_attention import attend_and_grow, attend_dense
 from zoo.nn.linear import Tables
@@ -96,7 +95,7 @@ class CodePredictor(nn.Module):
             code = pick(logits=logits, noise=noise[:, step])
             codes.append(code)
             if step + 2 < self.codebooks:
-                x = F.embedding(code, self.embeddings.table(step))[:, None]  # [B, 1, D]
+                x = self.embeddings.rows(step, code)[:, None]  # [B, 1, D]
         return torch.stack(codes, 1)
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -51,8 +51,8 @@ class Speaker(Known):
 
     def forward(self, values: Sequence[float] | Tensor) -> Tensor:
         """The voice is rounded to bf16 in every run, as in the reference."""
-        weight = self.project.weight
-        voice = torch.as_tensor(values, device=weight.device).bfloat16().to(weight.dtype)
+        bias = self.project.bias
+        voice = torch.as_tensor(values, device=bias.device).bfloat16().to(bias.dtype)
         return self.project(voice[None])[0]
 
 
@@ -81,7 +81,8 @@ class Language(Known):
         self.table = nn.Embedding(int(condition.high) - self.low + 1, width)
 
     def forward(self, values: Sequence[float] | Tensor) -> Tensor:
-        return self.table.weight[int(values[0]) - self.low]
+        row: Tensor = self.table(torch.tensor(int(values[0]) - self.low, device=self.table.weight.device))
+        return row
 
 
 def module(condition: Condition, width: int) -> nn.Module:

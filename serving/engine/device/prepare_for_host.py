@@ -31,11 +31,23 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def prepare_for_host(*families: Family, compile: bool = True) -> None:
+WEIGHTS = ("published", "int8")
+
+
+def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
     """Set the threads for the largest family, lay matrices out for the CPU, build its kernels, and keep
     freed memory.
     Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
-    compiled and its place cannot be written, or the C++ compiler is missing."""
+    compiled and its place cannot be written, or the C++ compiler is missing.
+
+    weights: one of WEIGHTS. "int8" rounds large matrices of bf16 weights; it needs a CPU's kernels.
+    """
+    device = families[0].device.type
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} are not possible; possible: {', '.join(WEIGHTS)}")
+    if weights == "int8" and not (compile and device == "cpu"):
+        where = "without --no-compile" if device == "cpu" else f"on a CPU, and the model is on {device}"
+        raise ValueError(f"weights int8 are computed by compiled kernels {where}: use weights published")
     threads.set_num_threads(
         max(
             families,
@@ -44,15 +56,17 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
             ),
         )
     )
-    for family in families:
-        pack(family)
-    if families[0].device.type != "cpu":
+    if device != "cpu":
         return
     keep_freed_memory()
-    if compile:
-        with artifacts.opened(artifacts.place("kernels", kernels.key())):
-            kernels.build()
+    if not compile:
         for family in families:
+            pack(family)
+        return
+    with artifacts.opened(artifacts.place("kernels", kernels.key())):
+        kernels.build()
+        for family in families:
+            pack(family, is_int8=weights == "int8")
             residual.prepare(family)
 
 

@@ -89,6 +89,18 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
     assert place != cache_place(zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32"))
 
 
+@pytest.mark.parametrize(
+    "weights, compile, why",
+    [
+        ("int4", True, "weights 'int4' are not possible; possible: published, int8"),
+        ("int8", False, "compiled kernels without --no-compile"),
+    ],
+)
+def test_weights_that_cannot_be_rounded_are_refused(weights, compile, why):
+    with pytest.raises(ValueError, match=why):
+        prepare_for_host(family("toy"), compile=compile, weights=weights)
+
+
 def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monkeypatch):
     code = tmp_path / "code"
     code.mkdir()

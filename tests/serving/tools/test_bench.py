@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 import torch
 from models import Listener, directory, family
+from torch import nn
 from toy import Guided, Toy
 
 import zoo
+from compile_cache import choices
 from serving.engine.engine import Engine
 from serving.tools import bench as measured
 from serving.tools import reference
-from serving.tools.bench import LaunchTimes, Work, bench, min_ms_per_frame, work
+from serving.tools.bench import LaunchTimes, Work, bench, instructions, min_ms_per_frame, products, work
 from serving.tools.requests import first_request
+from zoo.kernels import cpu
+from zoo.nn.packed import pack
 from zoo.request import Request
 
 
@@ -162,3 +166,26 @@ def test_launches_are_timed_by_the_runners_timer():
     while engine.turn():
         pass
     assert seconds and set(seconds) == {1.0}
+
+
+def rounded_linear() -> nn.Linear:
+    """Return a layer whose weight has 16 bits, as float32."""
+    linear = nn.Linear(64, 64, bias=False)
+    linear.weight.data = linear.weight.data.bfloat16().float()
+    return linear
+
+
+def test_weights_count_with_the_bits_that_the_checkpoint_gives_them():
+    for linear, num_bytes in ((rounded_linear(), 2), (nn.Linear(64, 64, bias=False), 4)):
+        with torch.no_grad(), Work(linear) as done:
+            linear(torch.ones(1, 64))
+        assert done.bytes == num_bytes * 64 * 64
+
+
+def test_the_run_names_what_its_products_read():
+    cpu.build()
+    module = nn.ModuleDict({"out": rounded_linear(), "head": rounded_linear(), "fp32": nn.Linear(64, 64)})
+    with choices.assumed("bf16"):
+        pack(module, 0, is_int8=True)
+    assert products(module) == {"int8, 64 a scale": 1, "bf16": 1, "float32, packed by oneDNN": 1}
+    assert instructions(torch.device("cpu")).startswith(torch.backends.cpu.get_cpu_capability())

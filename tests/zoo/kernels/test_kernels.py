@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -218,3 +220,17 @@ def test_compiled_code_uses_the_kernels_only_in_operators():
     x = torch.ones(2)
     traced = torch.compile(lambda x: x + 1 if kernels.know(x) else x + 2, backend="eager", fullgraph=True)
     assert kernels.know(x) and traced(x).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of another processor")
+def test_the_kernels_keep_to_the_instruction_set_that_torch_is_limited_to(monkeypatch):
+    keys = set()
+    for limit, level in ((None, None), ("avx2", "x86-64-v3"), ("avx512", "x86-64-v4"), ("default", "x86-64")):
+        monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        if limit is not None:
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+        assert kernels.level() == level
+        keys.add(kernels.key())
+    assert len(keys) == 4
+    kernels.build()  # for any processor
+    assert kernels.in_blocks(torch.zeros(1, 3, dtype=torch.bfloat16)).shape == (1, 3, 4 * 4)

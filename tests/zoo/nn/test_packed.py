@@ -8,8 +8,20 @@ from models import directory, family
 from torch import nn
 
 import zoo
-from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import PackedLinear, convolve, pack, packed_convolution
+from compile_cache import choices
+from serving.tools.requests import every_request
+from zoo import kernels
+from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.packed import (
+    NarrowEmbedding,
+    NarrowLinear,
+    NarrowTables,
+    PackedLinear,
+    convolve,
+    pack,
+    packed_convolution,
+    rounded_to_int8,
+)
 from zoo.request import Request
 
 DTYPES = [torch.float32, torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.float32]
@@ -76,6 +88,162 @@ def test_a_packed_family_speaks_the_same():
     assert not any(isinstance(module, nn.Linear | FusedLinear) for module in packed.modules())
     speech = zoo.generate(packed, request)
     assert torch.equal(speech.frames, plain.frames)
+    torch.testing.assert_close(speech.samples, plain.samples, rtol=0, atol=5e-5)
+
+
+def rounded(layer: nn.Module) -> nn.Module:
+    """Round a layer's weight to the numbers that bf16 has."""
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+    return layer
+
+
+# sizes that fill blocks of columns, and stretches of summed positions, on no CPU
+@pytest.mark.parametrize("sizes", [(70, 200), (600, 515)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_16_bits_stay_in_bf16_and_give_the_results_of_fp32(sizes, bias):
+    kernels.build()
+    torch.manual_seed(0)
+    plain = nn.Sequential(rounded(nn.Linear(*sizes, bias=bias)))
+    x = torch.randn(2, 5, sizes[0])
+    with torch.inference_mode():
+        expected = plain.double()(x.double())
+        plain.float()
+        pack(plain, 0)
+        torch.testing.assert_close(plain(x).double(), expected, rtol=0, atol=5e-6)
+    narrow = plain[0]
+    assert isinstance(narrow, NarrowLinear) and not list(plain.parameters())
+    assert narrow.blocks.nbytes <= 2 * sizes[0] * (sizes[1] + 127)  # whole blocks
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_threads(threads, monkeypatch):
+    kernels.build()
+    torch.manual_seed(0)
+    narrow = nn.Sequential(rounded(nn.Linear(700, 160)))
+    x = torch.randn(40, 700)
+    with torch.inference_mode():
+        pack(narrow, 0)
+        together = narrow(x)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        for rows in (slice(0, 1), slice(3, 5), slice(5, 8), slice(8, 13), slice(13, 29)):
+            assert torch.equal(narrow(x[rows]), together[rows])
+
+
+def int8(layer: nn.Module) -> nn.Module:
+    module = nn.Sequential(layer)
+    pack(module, 0, is_int8=True)
+    return module
+
+
+# inputs in whole groups, and in none; outputs that fill no block
+@pytest.mark.parametrize("sizes", [(192, 515), (70, 40)], ids=str)
+def test_int8_weights_give_the_results_of_the_rounded_weights(sizes):
+    kernels.build()
+    torch.manual_seed(0)
+    plain = rounded(nn.Linear(*sizes))
+    weight, scales = rounded_to_int8(plain.weight.detach())
+    assert weight.abs().amax(1).min() >= 127 and scales.shape[1] == (3 if sizes[0] == 192 else 1)
+    groups = weight.unflatten(1, (scales.shape[1], -1)) * scales.double()[..., None]
+    near = groups.flatten(1)
+    assert (near - plain.weight).abs().max() <= 0.51 * scales.max()  # half a step
+    x = torch.randn(7, sizes[0])
+    expected = x.double() @ near.T + plain.bias
+    module = int8(plain)
+    with torch.inference_mode():
+        found = module(x)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 7)):
+            assert torch.equal(module(x[rows]), found[rows])
+    assert module[0].blocks.nbytes <= sizes[0] * (sizes[1] + 127)
+
+
+def test_a_row_of_zeros_stays_zero_in_int8():
+    kernels.build()
+    plain = rounded(nn.Linear(64, 64, bias=False))
+    plain.weight.data[3] = 0
+    with torch.inference_mode():
+        assert int8(plain)(torch.randn(2, 64))[:, 3].tolist() == [0, 0]
+
+
+def test_heads_and_weights_of_more_bits_are_not_rounded_to_int8():
+    kernels.build()
+    module = nn.ModuleDict(
+        {
+            "codec_head": rounded(nn.Linear(64, 64)),
+            "heads": nn.ModuleList([rounded(nn.Linear(64, 64))]),
+            "out": rounded(nn.Linear(64, 64)),
+            "fp32": nn.Linear(64, 64),
+        }
+    )
+    with choices.assumed("bf16"):
+        pack(module, 0, is_int8=True)
+    assert module["codec_head"].scales is None and module["heads"][0].scales is None
+    assert module["out"].scales is not None and isinstance(module["fp32"], PackedLinear)
+
+
+def test_weights_of_more_than_16_bits_are_not_rounded():
+    kernels.build()
+    module = nn.ModuleDict({"linear": nn.Linear(64, 64), "rows": nn.Embedding(64, 64)})
+    pack(module, 0)
+    assert isinstance(module["linear"], PackedLinear) and type(module["rows"]) is nn.Embedding
+
+
+def test_the_form_that_was_measured_to_be_faster_is_used():
+    kernels.build()
+    for form, kind in (("bf16", NarrowLinear), ("onednn", PackedLinear)):
+        module = nn.Sequential(rounded(nn.Linear(64, 64)))
+        with choices.assumed(form):
+            pack(module, 0)
+        assert type(module[0]) is kind
+
+
+def test_bf16_products_without_kernels_of_onednn_are_computed_in_fp32(monkeypatch):
+    kernels.build()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    module = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    x = torch.randn(3, 64).bfloat16()
+    with torch.inference_mode():
+        expected = module.double()(x.double())
+        module.bfloat16()
+        pack(module, 0)
+        torch.testing.assert_close(module(x), expected.bfloat16(), rtol=0.01, atol=1e-3)
+    assert isinstance(module[0], NarrowLinear)
+
+
+def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
+    kernels.build()
+    tables = Tables(3, 20, 8)
+    nn.init.normal_(tables.weight)
+    module = nn.ModuleDict({"one": rounded(nn.Embedding(50, 8)), "three": rounded(tables)})
+    index = torch.tensor([[1, 2, 19]])
+    expected = module["one"](index), module["three"](index), module["three"].rows(2, index[0])
+    pack(module, 0)
+    found = module["one"](index), module["three"](index), module["three"].rows(2, index[0])
+    assert isinstance(module["one"], NarrowEmbedding) and isinstance(module["three"], NarrowTables)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    for same, value in zip(found, expected, strict=True):
+        assert same.dtype == torch.float32 and torch.equal(same, value)
+
+
+@pytest.mark.parametrize("name", zoo.families())
+def test_every_family_generates_the_same_codes_with_weights_in_bf16(name, tmp_path):
+    if name == "zonos":
+        pytest.importorskip("espeakng_loader")
+    place = zoo.families()[name].write_demo(tmp_path / name, "tiny", dtype=torch.bfloat16)
+    fp32 = zoo.load(place, "cpu", "float32")
+    request = next(iter(every_request(fp32, 5)[0].values()))
+    plain = zoo.generate(fp32, request)
+    narrow = zoo.load(place, "cpu", "float32")
+    kernels.build()
+    pack(narrow, 4096)
+    assert any(isinstance(module, NarrowLinear) for module in narrow.modules())
+    speech = zoo.generate(narrow, request)
+    assert len(plain.frames)
+    if plain.frames.is_floating_point():  # latents, not codes
+        torch.testing.assert_close(speech.frames, plain.frames, rtol=0, atol=2e-5)
+    else:
+        assert torch.equal(speech.frames, plain.frames)
     torch.testing.assert_close(speech.samples, plain.samples, rtol=0, atol=5e-5)
 
 
