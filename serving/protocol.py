@@ -182,6 +182,8 @@ class ModelStats(msgspec.Struct):
     long_passes: int = 0  # counter: speech much too long for its text
     audio_s: float = 0.0  # counter: seconds of audio delivered
     first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
+    # Predicted time to first audio of a request that finds 0, places - 1 and 2 * places - 1 others. Empty: not known.
+    expected_first_audio_s: list[float] = []
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
 
 
@@ -200,6 +202,7 @@ class Stats(Message):
     turn_times: Histogram = msgspec.field(default_factory=Histogram)
     resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
     reference_bytes: int = 0  # reference audio that is being encoded or waits to be
+    replicas: dict[str, Stats] = {}  # those of each replica, if this is their sum
 
 
 class Rejected(Message):
