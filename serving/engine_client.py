@@ -45,16 +45,20 @@ class EngineClient:
     @property
     def status(self) -> protocol.Status:
         """The engine's latest status, or away if a ready engine has been silent: it is suspended or hung."""
-        silent_s = time.monotonic() - self._heard_s
-        if self._status.state == "ready" and silent_s > SILENT_S:
-            return protocol.Status("away", detail=f"it has not answered for {silent_s:.0f} s")
+        if self._status.state == "ready" and self.silent_s > SILENT_S:
+            return protocol.Status("away", detail=f"it has not answered for {self.silent_s:.0f} s")
         return self._status
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's latest message."""
+        return time.monotonic() - self._heard_s
 
     async def run(self) -> None:
         """Connect, read messages, and reconnect, until cancelled."""
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(self.path)
+                reader, self._writer = await self._open()
             except OSError:  # the engine does not listen yet, or is being restarted
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -66,6 +70,10 @@ class EngineClient:
             finally:
                 self._lost()
             await asyncio.sleep(RETRY_S)
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises OSError."""
+        return await asyncio.open_unix_connection(self.path)
 
     @contextmanager
     def speak(self, message: protocol.Speak) -> Iterator[Inbox]:

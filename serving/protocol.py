@@ -206,6 +206,8 @@ class ModelStats(msgspec.Struct):
     not_finite: int = 0  # counter: requests that failed because of NaN or infinity
     audio_s: float = 0.0  # counter: seconds of audio delivered
     first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
+    # Predicted time to first audio of a request that finds 0, places - 1 and 2 * places - 1 others. Empty: not known.
+    expected_first_audio_s: list[float] = []
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
 
 
@@ -224,6 +226,7 @@ class Stats(Message):
     turn_times: Histogram = msgspec.field(default_factory=Histogram)
     resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
     reference_bytes: int = 0  # reference audio that is being encoded or waits to be
+    replicas: dict[str, Stats] = {}  # those of each replica, if this is their sum
 
 
 class Rejected(Message):

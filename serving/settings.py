@@ -91,6 +91,18 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: tuple[str, ...] = ()
 
 
+class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many engines there are. More than one, and any in a cluster, run on Ray."""
+
+    # The least and the most; (1, 0): up to as many as there are GPUs, (0, 0): those that another server starts.
+    counts: tuple[int, int] = (1, 1)
+    address: str | None = None  # of a Ray cluster that runs; None: one is started on this machine
+
+    @property
+    def are_on_ray(self) -> bool:
+        return self.address is not None or self.counts != (1, 1)
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of a server. `models` has the directory of each model by the ID that clients know."""
 
@@ -105,6 +117,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: Aliases = Aliases()
     memory: Memory = Memory()
     latency: Latency = Latency()
+    replicas: Replicas = Replicas()
     limits: Limits = Limits()
     security: Security = Security()
 

@@ -195,7 +195,9 @@ def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | Non
     ):
         settings = guarded(listener, settings, env)
         path = f"{directory}/engine.sock"
-        engine = command("serving.engine.engine_process", EngineArguments(settings, path, parent_fd))
+        are_on_ray = settings.replicas.are_on_ray
+        module = "serving.cluster.gateway_process" if are_on_ray else "serving.engine.engine_process"
+        engine = command(module, EngineArguments(settings, path, parent_fd))
         arguments = HTTPArguments(settings, path, listener.fileno(), parent_fd, beating_fd)
         http = command("serving.http.app", arguments)
         http_fds = [parent_fd, listener.fileno(), beating_fd]

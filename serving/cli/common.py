@@ -43,6 +43,7 @@ LATENCY = "Latency"
 LIMITS = "Limits"
 SECURITY = "Security"
 LOGS = "Logs"
+REPLICAS = "Replicas"
 
 
 class Commands(TyperGroup):

@@ -10,7 +10,7 @@ from typer import Argument
 
 from serving.cli.common import app, named_directories, num_bytes
 from serving.cli.flags import with_groups
-from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Security
+from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
 from zoo import SMALL_VOICE
 
 
@@ -23,6 +23,7 @@ def serve(
     latency: Latency,
     limits: Limits,
     security: Security,
+    replicas: Replicas,
     logs: Logs,
     models: Annotated[
         list[str],
@@ -43,6 +44,7 @@ def serve(
     from serving.status_line import StatusLine
 
     logs.check()
+    replicas.check()
     served = named_directories(models or [str(SMALL_VOICE)])
     voices_dir = listening.voices_dir
     settings = Settings(
@@ -53,6 +55,7 @@ def serve(
         voices_dir=None if voices_dir is None else str(voices_dir.resolve()),
         grace_s=listening.grace_s,
         otel=logs.otel,
+        replicas=replicas.settings(),
         model=model.options(),
         aliases=model.names(served),
         memory=memory.settings(),

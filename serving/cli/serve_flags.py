@@ -21,6 +21,7 @@ from serving.cli.common import (
     MAX_REFERENCE_S,
     MEMORY,
     MODEL,
+    REPLICAS,
     SECURITY,
     Codec,
     Compile,
@@ -373,6 +374,44 @@ class Security:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Flags for several engines on a Ray cluster."""
+
+    replicas: Annotated[
+        str,
+        Option(
+            metavar="N|MIN-MAX|auto",
+            help="This many engines run on a Ray cluster, each on a GPU of its own. With a range, their number "
+            "follows the load; auto is a range from 1 to the number of GPUs, and 0 waits for replicas that another server starts in the "
+            "cluster. All but 1 need the extra `ray`.",
+            rich_help_panel=REPLICAS,
+        ),
+    ] = "1"
+    ray_address: Annotated[
+        str | None,
+        Option(
+            metavar="HOST:PORT|auto",
+            help="The server joins this Ray cluster, and uses the replicas that run there; auto is the cluster of "
+            "this machine. Default: it starts a cluster of its own for several replicas.",
+            rich_help_panel=REPLICAS,
+            show_default=False,
+        ),
+    ] = None
+
+    def settings(self) -> settings.Replicas:
+        """Raises ValueError."""
+        counts = bounds_of(self.replicas)
+        if counts == (0, 0) and self.ray_address is None:
+            raise ValueError("--replicas 0 uses the replicas of a Ray cluster; name it with --ray-address")
+        return settings.Replicas(counts, self.ray_address)
+
+    def check(self) -> None:
+        """Raises ValueError if Ray is needed and not installed."""
+        if self.settings().are_on_ray and find_spec("ray") is None:
+            raise ValueError("--replicas and --ray-address need Ray: pip install 'speechzoo[ray]'")
+
+
+@dataclass(frozen=True)
 class Logs:
     """Flags for the log, the status line and traces."""
 
@@ -412,6 +451,20 @@ class Logs:
         """Raises ValueError if OpenTelemetry is asked for and not installed."""
         if self.otel and find_spec("opentelemetry.sdk") is None:
             raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
+
+
+def bounds_of(text: str) -> tuple[int, int]:
+    """Return the least and the most replicas; 0 as the most for as many as there are GPUs. Raises ValueError."""
+    if text == "auto":
+        return 1, 0
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"--replicas {text!r} is not a number, a range like 1-4, or auto")
+    least = int(match[1])
+    most = int(match[2] or least)
+    if least > most or (least == 0 and most > 0):
+        raise ValueError(f"--replicas {text} is not possible; a range begins with 1 or more, and goes up")
+    return least, most
 
 
 def swap_bytes(text: str | None) -> int | None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from serving.engine.model_worker import ModelWorker
 
+TYPICAL_TEXT_BYTES = 80  # of the request whose first audio is predicted: a sentence
+
 
 def model_stats(model: ModelWorker) -> dict[str, Any]:
     """Return the figures of `protocol.ModelStats`. To be asked under the engine's lock."""
@@ -32,5 +34,25 @@ def model_stats(model: ModelWorker) -> dict[str, Any]:
         "not_finite": counters.num_not_finite,
         "audio_s": counters.audio_s,
         "first_audio_s": counters.first_audio_s,
+        "expected_first_audio_s": expected_first_audio_s(model),
         "queue_times": counters.queue_times,
     }
+
+
+def expected_first_audio_s(model: ModelWorker) -> list[float]:
+    """Return the predicted first audio of a request that finds 0, places - 1 and 2 * places - 1 others; nothing
+    before costs are known. Between these the prediction is linear: others slow down each iteration until no place
+    is free, and from then on a place becomes free with each speech that ends."""
+    forecaster = model.forecaster
+    costs, outlook = forecaster.costs, forecaster.outlook
+    if not costs.is_known:
+        return []
+    places = outlook.max_concurrency
+    speech = forecaster.expected(TYPICAL_TEXT_BYTES).iterations
+
+    def first_s(num_others: int) -> float:
+        waits = max(num_others + 1 - places, 0) / places * speech
+        iteration_s = float(costs.steady_s(min(num_others + 1, places))) + outlook.other_models_s
+        return costs.prefill_s(forecaster.prompt_tokens) + (waits + outlook.first_iterations) * iteration_s
+
+    return [first_s(0), first_s(places - 1), first_s(2 * places - 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from serving.audio.playback import Playback
 from serving.engine_client import EngineClient
+from serving.protocol import Stats
 
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
@@ -212,48 +213,59 @@ class EngineCollector(Collector):
             value=self.engine.num_restarts,
         )
         stats = self.engine.stats
-        if stats is None:
-            return
-        yield GaugeMetricFamily(
-            "zoo_pages", "Pages of KV memory, for all models together.", value=stats.pages
-        )
-        yield GaugeMetricFamily("zoo_pages_free", "Pages that are free for requests.", value=stats.pages_free)
-        yield CounterMetricFamily(
-            "zoo_pages_shared",
-            "Pages that requests shared instead of filling their own.",
-            value=stats.pages_shared,
-        )
-        yield CounterMetricFamily(
-            "zoo_pages_evicted",
-            "Filled pages dropped from the prefix cache to make room.",
-            value=stats.pages_evicted,
-        )
-        compiles = "Functions compiled after warmup; each compilation delays all requests."
-        yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
-        pauses = "Times that a stream far ahead of its listener was paused to give its pages to another."
-        yield CounterMetricFamily("zoo_pauses", pauses, value=stats.pauses)
-        yield CounterMetricFamily(
-            "zoo_turns", "Engine steps, each over all models with work.", value=stats.turns
-        )
-        yield CounterMetricFamily("zoo_turn_seconds", "Total time of all engine steps.", value=stats.turn_s)
-        times = stats.turn_times
-        yield HistogramMetricFamily(
-            "zoo_turn_time_seconds", "Time of each engine step.", buckets=times.buckets, sum_value=times.sum_s
-        )
-        waits = HistogramMetricFamily(
-            "zoo_queue_time_seconds", "Time that each request waited for a slot.", labels=["model"]
-        )
+        if stats is not None and stats.replicas:
+            yield from with_replicas({name: figures_of(each) for name, each in stats.replicas.items()})
+        elif stats is not None:
+            yield from figures_of(stats)
+
+
+def with_replicas(figures: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
+    """Return the metrics of all replicas, with a label that names the replica."""
+    merged: dict[str, Metric] = {}
+    for replica, metrics in figures.items():
+        for metric in metrics:
+            whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
+                whole.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
+    return merged.values()
+
+
+def figures_of(stats: Stats) -> Iterator[Metric]:
+    """Yield an engine's figures."""
+    yield GaugeMetricFamily("zoo_pages", "Pages of KV memory, for all models together.", value=stats.pages)
+    yield GaugeMetricFamily("zoo_pages_free", "Pages that are free for requests.", value=stats.pages_free)
+    yield CounterMetricFamily(
+        "zoo_pages_shared",
+        "Pages that requests shared instead of filling their own.",
+        value=stats.pages_shared,
+    )
+    yield CounterMetricFamily(
+        "zoo_pages_evicted",
+        "Filled pages dropped from the prefix cache to make room.",
+        value=stats.pages_evicted,
+    )
+    compiles = "Functions compiled after warmup; each compilation delays all requests."
+    yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
+    pauses = "Times that a stream far ahead of its listener was paused to give its pages to another."
+    yield CounterMetricFamily("zoo_pauses", pauses, value=stats.pauses)
+    yield CounterMetricFamily("zoo_turns", "Engine steps, each over all models with work.", value=stats.turns)
+    yield CounterMetricFamily("zoo_turn_seconds", "Total time of all engine steps.", value=stats.turn_s)
+    times = stats.turn_times
+    yield HistogramMetricFamily(
+        "zoo_turn_time_seconds", "Time of each engine step.", buckets=times.buckets, sum_value=times.sum_s
+    )
+    waits = HistogramMetricFamily(
+        "zoo_queue_time_seconds", "Time that each request waited for a slot.", labels=["model"]
+    )
+    for model, numbers in stats.models.items():
+        waits.add_metric([model], numbers.queue_times.buckets, numbers.queue_times.sum_s)
+    yield waits
+    resident = "Resident memory of the engine process (process_resident_memory_bytes is the HTTP process)."
+    yield GaugeMetricFamily("zoo_engine_resident_memory_bytes", resident, value=stats.resident_bytes)
+    recordings = "Bytes of recordings that are being encoded or wait for it."
+    yield GaugeMetricFamily("zoo_reference_bytes", recordings, value=stats.reference_bytes)
+    for kind, name, field, what in BY_MODEL:
+        metric = kind(name, what, labels=["model"])
         for model, numbers in stats.models.items():
-            waits.add_metric([model], numbers.queue_times.buckets, numbers.queue_times.sum_s)
-        yield waits
-        resident = (
-            "Resident memory of the engine process (process_resident_memory_bytes is the HTTP process)."
-        )
-        yield GaugeMetricFamily("zoo_engine_resident_memory_bytes", resident, value=stats.resident_bytes)
-        recordings = "Bytes of recordings that are being encoded or wait for it."
-        yield GaugeMetricFamily("zoo_reference_bytes", recordings, value=stats.reference_bytes)
-        for kind, name, field, what in BY_MODEL:
-            metric = kind(name, what, labels=["model"])
-            for model, numbers in stats.models.items():
-                metric.add_metric([model], getattr(numbers, field))
-            yield metric
+            metric.add_metric([model], getattr(numbers, field))
+        yield metric

@@ -84,6 +84,19 @@ def test_the_engine_knows_neither_http_nor_commands():
     assert importers("serving.engine", "serving.http", "serving.cli", "serving.tools") == set()
 
 
+def test_only_the_cluster_imports_ray():
+    """One engine needs no Ray. Even in the cluster's room most modules do without."""
+    users = {module for module, name in importers("serving", "ray") | importers("zoo", "ray")}
+    assert users == {f"serving.cluster.{name}" for name in ("deployment", "replica", "router")}
+    others = {module for module, _ in importers("serving", "serving.cluster")}
+    assert {module for module in others if not module.startswith("serving.cluster.")} == set()
+
+
+def test_the_cluster_knows_neither_http_nor_the_engine():
+    wings = ("http", "engine", "cli", "tools")
+    assert importers("serving.cluster", *(f"serving.{wing}" for wing in wings), "torch") == set()
+
+
 def test_routes_are_leaves():
     """A helper that two routes need is not in a route."""
     users = {user for user, _ in importers("serving", "serving.http.routes")}

@@ -5,6 +5,7 @@ import pytest
 from shell import zoo
 
 from serving import supervisor
+from serving.cli import serve_flags
 from serving.engine.engine_process import Options
 from serving.settings import EngineArguments, HTTPArguments, Settings
 
@@ -31,6 +32,8 @@ FLAGS = {
     "--policy": "fifo",
     "--max-ttfa": "7",
     "--no-async": None,
+    "--replicas": "2-4",
+    "--ray-address": "head:6379",
     "--max-waiting": "11",
     "--max-unread": "12",
     "--max-stall": "13",
@@ -76,8 +79,8 @@ def flat(settings):
     return values
 
 
-def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_path):
-    pytest.importorskip("opentelemetry.sdk")
+def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_flags, "find_spec", lambda name: "is installed")
     given = [part for flag, value in FLAGS.items() for part in (flag, value) if part is not None]
     settings, env = started(f"m={tmp_path}", *given, "--voices-dir", tmp_path / "v")
     same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}
@@ -130,3 +133,25 @@ def test_a_child_reads_the_arguments_that_the_supervisor_wrote(arguments):
 def test_the_engine_process_is_told_every_value_that_it_has():
     told = Options.of(EngineArguments(Settings(), "s", 3))
     assert told == Options("s", {}, parent_fd=3)  # its defaults are the settings'
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"), [("1", (1, 1)), ("3", (3, 3)), ("1-4", (1, 4)), ("auto", (1, 0)), ("1-1", (1, 1))]
+)
+def test_replicas_are_a_number_or_a_range(started, tmp_path, monkeypatch, given, counts):
+    monkeypatch.setattr(serve_flags, "find_spec", lambda name: "is installed")
+    settings, _ = started(tmp_path, "--replicas", given)
+    assert settings.replicas.counts == counts and settings.replicas.are_on_ray == (counts != (1, 1))
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "4-2", "0-2", "2-0", "1-", "x", "٣"])
+def test_a_wrong_number_of_replicas_is_refused(tmp_path, given):
+    done = zoo("serve", tmp_path, f"--replicas={given}")
+    assert done.returncode == 2 and "--replicas" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", [["--replicas", "2"], ["--ray-address", "auto"]])
+def test_without_ray_several_replicas_are_refused_with_what_to_install(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(serve_flags, "find_spec", lambda name: None)
+    done = zoo("serve", tmp_path, *flags)
+    assert done.returncode == 2 and "pip install 'speechzoo[ray]'" in done.stderr

@@ -170,3 +170,23 @@ def test_private_metrics_need_the_key(tmp_path):
         assert server.http.get("/metrics").status_code == 401
         assert server.http.get("/metrics", headers={"authorization": "Bearer sk-test"}).status_code == 200
         assert server.http.get("/health").status_code == 200
+
+
+def test_figures_of_replicas_have_a_label(server):
+    """Each sample is there once, with the name of its replica."""
+    from serving.cluster.totals import total
+
+    server.call(server.engine.tell, total({"a": STATS, "b": STATS}))
+    server.engine.is_awake = False
+    until(lambda: 'zoo_pages{replica="a"}' in server.http.get("/metrics").text)
+    lines = server.http.get("/metrics").text.splitlines()
+    for name, labels in (
+        ("zoo_pages", ""),
+        ("zoo_requests_running", 'model="fake",'),
+        ("zoo_turn_time_seconds_bucket", 'le="0.005",'),
+        ("zoo_underruns_total", 'model="fake",'),
+    ):
+        found = [line for line in lines if line.startswith(f"{name}{{{labels}")]
+        assert [line.partition('replica="')[2][0] for line in found] == ["a", "b"], found
+    assert sum(line == "# TYPE zoo_pages gauge" for line in lines) == 1
+    assert sum(line.startswith("zoo_ready ") for line in lines) == 1
