@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from serving.protocol import ModelStats, Reference, Speak
+from serving.protocol import ModelStats, Reference, Speak, StoredClip
 
 # What a replica saves if it knows a voice: its prompt's pages are filled, and its recording is encoded.
 KNOWN_VOICE_SAVES_S = 0.005
@@ -102,7 +102,7 @@ def ask_of(message: Speak, avoided: Collection[str]) -> Ask:
 
 def name_of(reference: Reference) -> str:
     """Return where a recording is stored, or what it sounds like."""
-    if reference.kept_in is not None:
-        return reference.kept_in
+    if isinstance(reference.clip, StoredClip):
+        return reference.clip.directory
     samples = reference.clip.samples
     return f"{blake2b(samples[:HASHED_BYTES], digest_size=8).hexdigest()}-{len(samples)}"

@@ -91,12 +91,17 @@ def test_a_replica_forgets_the_oldest_voices(monkeypatch):
 
 
 def test_equal_recordings_are_one_voice():
-    def ask(samples, kept_in=None):
-        reference = protocol.Reference(protocol.AudioClip(samples, 16000), kept_in=kept_in)
-        return ask_of(protocol.Speak("r", "m", protocol.Request("x"), [reference]), ()).voice
+    def voice(clip):
+        return ask_of(protocol.Speak("r", "m", protocol.Request("x"), [protocol.Reference(clip)]), ()).voice
 
-    assert ask(b"1" * 64) == ask(b"1" * 64) != ask(b"2" * 64)
-    assert ask(b"1", "/voices/anna") == ask(b"2", "/voices/anna")
+    def sent(samples):
+        return voice(protocol.AudioClip(samples, 16000))
+
+    def stored(directory):
+        return voice(protocol.StoredClip(b"1", 16, 16000, directory))
+
+    assert sent(b"1" * 64) == sent(b"1" * 64) != sent(b"2" * 64)
+    assert stored("/voices/anna") == stored("/voices/anna") != stored("/voices/bert")
     assert ask_of(protocol.Speak("r", "m", protocol.Request("x")), ()).voice == ""
     named = ask_of(protocol.Speak("r", "m", protocol.Request("x", voice="anna")), ("a",))
     assert named.voice and named.avoided == {"a"}
