@@ -185,7 +185,7 @@ class Bridge:
         self._prepare(client, queued, message, is_slow)
 
     def _prepare(self, client: Client, queued: QueuedRequest, message: protocol.Speak, is_slow: bool) -> None:
-        """Have a prompt built. A stored voice is assumed to be encoded; if it is not, its request moves to the
+        """Have a prompt built. A stored voice is assumed to be encoded; otherwise its request moves to the
         slow pool."""
         assert self.engine is not None, f"{queued.id} was accepted, and there is no engine"
         self.messages[queued.id] = message

@@ -132,8 +132,8 @@ class Intake:
 
     def prepare(self, queued: QueuedRequest, request: Callable[[], Request]) -> None:
         """Build the prompt of an accepted request, which then waits for a slot. If its client has left, the
-        prompt is never built. Raises RequestError, and then the request leaves the queue; NotEncoded, and then it
-        stays there for another call."""
+        prompt is never built. Raises RequestError, and then the request leaves the queue, or
+        NotEncoded, and then it stays there for another call."""
         with self.inbox.lock:
             if queued.has_left:
                 return

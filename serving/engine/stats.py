@@ -40,9 +40,9 @@ def model_stats(model: ModelWorker) -> dict[str, Any]:
 
 
 def expected_first_audio_s(model: ModelWorker) -> list[float]:
-    """Return the predicted first audio of a request that finds 0, places - 1 and 2 * places - 1 others; nothing
-    before costs are known. Between these the prediction is linear: others slow down each iteration until no place
-    is free, and from then on a place becomes free with each speech that ends."""
+    """Return the predicted first audio of a request that finds 0, places - 1 and 2 * places - 1 others;
+    nothing before costs are known. Between these the prediction is linear: others slow down each iteration
+    until no place is free, and from then on a place becomes free with each speech that ends."""
     forecaster = model.forecaster
     costs, outlook = forecaster.costs, forecaster.outlook
     if not costs.is_known:

@@ -215,12 +215,14 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, float | None]:
     """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample of
-    `ours` that is not finite counts as silence and as different."""
+    `ours` that is missing or not finite counts as silence and as different."""
     shared = min(len(ours), len(theirs))
-    is_number = np.isfinite(ours[:shared])
-    difference = np.abs(np.where(is_number, ours[:shared], 0) - theirs[:shared])
+    there = np.full(len(theirs), np.nan, np.float32)
+    there[:shared] = ours[:shared]
+    is_number = np.isfinite(there)
+    difference = np.abs(np.where(is_number, there, 0) - theirs)
     apart = np.flatnonzero((difference > SAME) | ~is_number)
-    noise, signal = (float(np.square(part, dtype=np.float64).sum()) for part in (difference, theirs[:shared]))
+    noise, signal = (float(np.square(part, dtype=np.float64).sum()) for part in (difference, theirs))
     return {
         "audio_s": len(ours) / rate_hz,
         "expected_s": len(theirs) / rate_hz,

@@ -105,7 +105,7 @@ def test_skipped_snippets_give_a_reason():
         assert one.marker == "" or one.skipped or one.server == "clone", (
             f"{one.path}, line {one.line}: {one.marker}"
         )
-    assert sum(one.skipped is None for one in found) > len(found) / 2
+    assert sum(one.skipped is None for one in found) >= 30
 
 
 def test_options_in_the_documentation_exist():

@@ -87,7 +87,17 @@ def test_help_lists_the_commands_in_a_useful_order(zoo):
 
 def test_the_help_of_serve_has_panels(zoo):
     panels = re.findall(r"^╭─ (\w+) ─", zoo("serve", "--help").stdout, re.M)
-    assert panels == ["Arguments", "Options", "Model", "Memory", "Latency", "Limits", "Security", "Logs"]
+    assert panels == [
+        "Arguments",
+        "Options",
+        "Model",
+        "Memory",
+        "Latency",
+        "Limits",
+        "Security",
+        "Replicas",
+        "Logs",
+    ]
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 entries"), (1, "1 entry"), (2, "2 entries")])

@@ -98,7 +98,7 @@ def test_a_message_over_the_limit_is_refused_before_it_is_read():
 
 
 def test_a_request_in_transit_has_the_fields_and_the_defaults_of_a_request():
-    without = {"references", "turns", "conversation"}  # references travel next to it, and HTTP has no turns
+    without = {"references", "turns"}  # references travel next to it, and HTTP has no turns
     sent = msgspec.structs.asdict(protocol.Request("Hello."))
     plain = Request(text="Hello.")
     names = [field.name for field in dataclasses.fields(Request) if field.name not in without]

@@ -46,6 +46,7 @@ FLAGS = {
     "--max-text-idle": "19",
     "--max-session-idle": "20",
     "--api-key": "sk-a",
+    "--weights": "int8",
     "--private-metrics": None,
     "--allow-url-references": None,
     "--cors-origin": "https://a.example",

@@ -24,6 +24,8 @@ LOUDNESS_FRAME, LOUDNESS_HOP = 2048, 512
 
 def trimmed(samples: Tensor) -> Tensor:
     """Cut the silence off both ends of samples [N]. Source: librosa, effects.trim."""
+    if samples.is_meta:  # a memory plan knows lengths alone
+        return samples
     edge = LOUDNESS_FRAME // 2
     power = F.pad(samples, (edge, edge)).unfold(0, LOUDNESS_FRAME, LOUDNESS_HOP).square().mean(1)
     loud = (power > power.max() * 10 ** (SILENCE_DB / 10)).nonzero()[:, 0]

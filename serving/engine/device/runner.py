@@ -190,8 +190,8 @@ class Runner:
         self._observe("prefill", len(chunks), began_s)
 
     def step(self, slots: np.ndarray) -> AsyncCopy:
-        """Make one frame for each of `slots` [B]. The report is [B, 4], as of `Family.step`. The host's work is
-        vectors of B."""
+        """Make one frame for each of `slots` [B]. The report is [B, 4], as of `Family.step`.
+        The host's work is vectors of B."""
         self.kv_lens[self.sequences(slots)] += 1
         self.kv_lens[self.table.spares] = 1
         padded = np.full(self.sizes.step_rows(len(slots)), self.state.spare, INT)

@@ -62,8 +62,8 @@ class Sizes:
         return [most] if self.is_reproducible else up_to(most, self.render_batches)
 
     def reproducible_rows(self, frames: int) -> int:
-        """Return the one size of launches whose rows are reproducible. On a GPU, rows of launches of one size do
-        not know each other; on a CPU they do, so each has its own launch."""
+        """Return the one size of launches whose rows are reproducible. On a GPU, rows of launches of one size
+        do not depend on each other; on a CPU they do, so each has its own launch."""
         if not self.is_recorded:
             return 1
         sizes = self.render_buckets(frames)

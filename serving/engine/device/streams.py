@@ -56,8 +56,8 @@ class AsyncCopy:
 
 class Stream:
     """On a CPU, work is done when `run` returns. is_urgent: its work goes before work that other streams
-    have not begun. pool: the memory of all launches that are recorded on it, whichever model they are of, since
-    they never run at the same time.
+    have not begun. pool: the memory of all launches that are recorded on it, of any model, since they never
+    run at the same time.
     """
 
     def __init__(self, device: torch.device, is_urgent: bool = False):

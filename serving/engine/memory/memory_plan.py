@@ -91,8 +91,8 @@ def resident_bytes() -> int:
 
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
     """Return how many slots each family on `meta` may have (`max_slots` if it is given), and the bytes of
-    the KV cache: the rest of `room` after weights, states, launches and encoders. Raises ValueError if that is too
-    little.
+    the KV cache: the rest of `room` after weights, states, launches and encoders. Raises ValueError if
+    that is too little.
     """
     families = list(families)
     for slots in SLOTS if max_slots is None else (max_slots,):

@@ -118,7 +118,8 @@ def test_both_replicas_speak_and_equal_seeds_give_equal_bytes(url):
     answers = together(url, [{}] * 8)
     assert len({answer.digest.hexdigest() for answer in answers}) == 1
     assert all(answer.status == 200 and answer.is_whole for answer in answers)
-    until(lambda: sum(figures(url, "zoo_requests_admitted_total").values()) == sum(before.values()) + 8)
+    # Replicas report once a second, so `before` may lack the last requests of earlier tests.
+    until(lambda: sum(figures(url, "zoo_requests_admitted_total").values()) >= sum(before.values()) + 8)
     after = figures(url, "zoo_requests_admitted_total")
     assert len(after) == 2 and all(after[name] > before[name] for name in after)
 

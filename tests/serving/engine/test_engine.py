@@ -373,7 +373,7 @@ def held(engine):
 
 
 COUNTS = ("turns", "turn_s", "admitted", "queue_s", "short_passes", "long_passes", "audio_s")
-WORK = (*COUNTS, "first_audio_s", "turn_times", "queue_times", "resident_bytes")
+WORK = (*COUNTS, "first_audio_s", "expected_first_audio_s", "turn_times", "queue_times", "resident_bytes")
 
 
 def test_work_is_counted():
@@ -409,6 +409,7 @@ def test_stats():
         "refused": 0,
         "left_early": 0,
         "places": 2,
+        "not_finite": 0,
         "paused": 0,
         "held": 0,
         "pauses": 0,

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from toy import Toy
 
+from serving.engine.engine import Engine
 from serving.engine.stats import expected_first_audio_s
 from serving.tools.simulate import Cost, Simulation, Voice
 from zoo.request import Request
@@ -43,7 +45,8 @@ def first_audio_s(simulation, num_others, seed):
 
 
 def test_before_costs_are_known_nothing_is_predicted():
-    assert expected_first_audio_s(Simulation(Voice(), COST).model) == []
+    [model] = Engine(Toy(), max_slots=SLOTS, compile=False).models.values()
+    assert expected_first_audio_s(model) == []
 
 
 def test_first_audio_is_predicted_by_the_number_of_open_requests(simulation):
