@@ -63,7 +63,7 @@ def decode(data: bytes, max_s: float) -> AudioClip:
                 if num_decoded > max_s * rate_hz:
                     raise ValueError(f"it lasts longer than the maximum of {max_s:g} s")
                 for part in as_floats.resample(frame):
-                    samples += slower.feed(part.to_ndarray().mean(0))
+                    samples += slower.feed(mixed_down(part.to_ndarray()))
             samples += slower.feed(np.empty(0, np.float32), is_last=True)
     except MemoryError:  # one of FFmpeg's errors, and Python's own
         raise
@@ -72,6 +72,15 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     if not samples:
         raise ValueError("it contains no audio")
     return AudioClip(bytes(samples), slower.kept_hz)
+
+
+def mixed_down(channels: np.ndarray) -> np.ndarray:
+    """Average samples [C, N] -> [N]. Raises ValueError if one is not finite."""
+    with np.errstate(all="ignore"):  # numpy would warn of them in the server's log
+        samples: np.ndarray = channels.mean(0)
+    if not np.isfinite(samples).all():
+        raise ValueError("it has samples that are not finite (NaN or infinite)")
+    return samples
 
 
 class Slower:

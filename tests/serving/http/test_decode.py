@@ -94,6 +94,8 @@ BAD = {
     "noise in mp4": (b"\0\0\0\x20ftypM4A " + NOISE.tobytes(), "cannot be read as mp4"),
     "half a file": (sound(NOISE, "FLAC")[:50_000], "cannot be read as flac"),
     "nine channels": (sound(np.zeros((100, 9))), "9 channels; the maximum is 8"),
+    "infinite samples": (sound(np.array([[np.inf, -np.inf]] * 100), "WAV", "FLOAT"), "not finite"),
+    "huge samples": (sound(np.full((100, 2), 3e38), "WAV", "FLOAT"), "not finite"),
     "1 Hz": (sound(NOISE, rate_hz=1), "sample rate is 1 Hz; use 8000 to 192000 Hz"),
     "ten seconds": (sound(np.zeros((10 * RATE_HZ, 1))), "longer than the maximum of 5 s"),
     "an endless header": (
