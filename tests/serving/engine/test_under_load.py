@@ -165,6 +165,7 @@ class Room:
 def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
     """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of the line and what
     is promised are kept after every turn."""
+    max_ttfa_s = room["max_ttfa_s"]
     room = Room(**room)
     engine, model, pages = room.engine, room.model, room.engine.pages
 
@@ -201,6 +202,8 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
                 assert one.leaves_s is not None and spoken <= frames <= one.frames
             case Finished(_, frames):
                 assert frames == spoken == one.frames
+            case Failed(code="engine_full"):  # it would have been heard too late
+                assert max_ttfa_s is not None and spoken == 0 and not one.is_flex
             case Failed(code=code):
                 assert code == "stalled" and one.reads < 1
     assert (
