@@ -28,6 +28,19 @@ def local_directory(model: str | Path) -> Path:
     return _fetched(match["id"], match["revision"])
 
 
+def codec_directory(directory: Path, folder: str, repository: str, model: str) -> Path:
+    """Return where the codec of a model lies that has a checkpoint of its own: DIRECTORY/FOLDER, DIRECTORY/../FOLDER,
+    else the Hub's copy. Raises ValueError that says where it may lie."""
+    for parent in (directory, directory.parent):
+        if (parent / folder).is_dir():
+            return parent / folder
+    try:
+        return local_directory(repository)
+    except ValueError as error:
+        here = f"put it into {directory / folder} or {directory.parent / folder}"
+        raise ValueError(f"the codec of {model}, {repository}, is missing: {here} ({error})") from None
+
+
 def split_adapter(model: str | Path) -> tuple[str, Path | None]:
     """Split MODEL or MODEL+ADAPTER into model and adapter, a directory or None. Raises ValueError."""
     base, plus, adapter = str(model).rpartition("+")

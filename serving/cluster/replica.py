@@ -38,5 +38,5 @@ class Replica:
         return load_of(self.host.stats)
 
     def __del__(self) -> None:
-        if hasattr(self, "host"):
+        if hasattr(self, "host"):  # Python calls this too if `__init__` has failed
             self.host.stop()

@@ -229,9 +229,15 @@ def _vocoder(shapes: Shapes) -> VocoderSizes:
     if mels != MELS or channels % 8:
         given = f"mel2wav.conv_pre has {channels} channels of {mels} mels"
         raise ValueError(f"{shapes.path}: {given}; a multiple of 8 and {MELS} are needed")
+    harmonics = shapes("mel2wav.m_source.l_linear.weight", 2)[1]
+    return vocoder_sizes(channels, harmonics, shapes(f"mel2wav.f0_predictor.condnet.0.{direction}", 3)[0])
+
+
+def vocoder_sizes(channels: int, harmonics: int, f0_channels: int) -> VocoderSizes:
+    """Return the sizes of the vocoder; all others are the same in every checkpoint."""
     return VocoderSizes(
         channels=channels,
-        harmonics=shapes("mel2wav.m_source.l_linear.weight", 2)[1],
+        harmonics=harmonics,
         alpha=0.1,
         sigma=0.003,
         voiced_hz=10.0,
@@ -244,7 +250,7 @@ def _vocoder(shapes: Shapes) -> VocoderSizes:
         source_kernels=(7, 7, 11),
         slope=0.1,
         limit=0.99,
-        f0_channels=shapes(f"mel2wav.f0_predictor.condnet.0.{direction}", 3)[0],
+        f0_channels=f0_channels,
     )
 
 

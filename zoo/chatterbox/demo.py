@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from zoo.chatterbox import vocabulary
 from zoo.chatterbox.clone import VOICES_FILE
-from zoo.chatterbox.config import HEAD_DIM, SPEAKER, T3_FILES, Config, T3Config
+from zoo.chatterbox.config import HEAD_DIM, SPEAKER, T3_FILES, Config, T3Config, vocoder_sizes
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.synthetic import Rule
 from zoo.nn.mel import slaney_filters
-from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes, VocoderSizes
+from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes
 from zoo.nn.s3.tokenizer import FFT, S3Config
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 
@@ -183,23 +183,7 @@ def config_of(size: Size) -> Config:
         guidance=0.7,
         is_meanflow=kind == "turbo",
     )
-    vocoder = VocoderSizes(
-        channels=size.vocoder,
-        harmonics=9,
-        alpha=0.1,
-        sigma=0.003,
-        voiced_hz=10.0,
-        rates=(8, 5, 3),
-        kernels=(16, 11, 7),
-        fft=16,
-        hop=4,
-        resblock_kernels=(3, 7, 11),
-        resblock_dilations=(1, 3, 5),
-        source_kernels=(7, 7, 11),
-        slope=0.1,
-        limit=0.99,
-        f0_channels=size.f0,
-    )
+    vocoder = vocoder_sizes(size.vocoder, harmonics=9, f0_channels=size.f0)
     return Config(kind, "", t3, flow, vocoder, S3Config(128, size.s3_width, size.s3_layers))
 
 

@@ -2,6 +2,7 @@
 
 from compile_cache.strategy import Part, Parts, Strategy, Whole
 from zoo.contract import Window
+from zoo.nn.s3.parts import BATCH, FP32, ROWS, VOCODER
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD
 
 MAX_FRAMES = 15_000  # ten minutes
@@ -13,7 +14,6 @@ WINDOW = Window(
     # a stretch that ends within the first length may begin with the end of the prompt
     lengths=(SIZES[-1], MAX_FRAMES),
 )
-BATCH, ROWS = ("batch",), ("batch", "frames")
 # One step of the flow's solver, for any number of streams and frames. Ten steps would be too large a graph.
 ADVANCE = Part(
     "flow.advance",
@@ -27,29 +27,9 @@ ADVANCE = Part(
         ("seen.num_kept", BATCH),
     ),
 )
-VOCODER = Part(
-    "vocoder.forward",
-    (
-        ("mel", ROWS),
-        ("noise", ("batch", "frames and one")),
-        ("phase", BATCH),
-        ("place.first", BATCH),
-        ("place.limit", BATCH),
-        ("state.rows", BATCH),
-        ("state.count", BATCH),
-    ),
-)
 STRATEGY = Strategy(
     step=Whole(),
     gpu_render=Parts((ADVANCE, VOCODER)),
     cuts_renders=True,
-    fp32=(
-        "norms' mean squares",
-        "RoPE angles",
-        "logits",
-        "flow: states and guidance",
-        "vocoder",
-        "phases (fp64)",
-        "prompt encoders",
-    ),
+    fp32=FP32,
 )

@@ -14,7 +14,7 @@ from zoo.csm import weights
 from zoo.csm.clone import EncoderFiles
 from zoo.csm.config import Config
 from zoo.csm.model import Lm
-from zoo.hub import local_directory
+from zoo.hub import codec_directory
 
 CODEC_FOLDER = "mimi"
 CODEC_REPOSITORY = "kyutai/mimi"
@@ -57,13 +57,5 @@ def _fill_codec(codec: weights.Codec, config: Config, directory: Path, device: t
 
 
 def find_codec(directory: Path) -> Path:
-    """Return the directory of Mimi for the original layout, which has no codec: MODEL/mimi, MODEL/../mimi, else
-    the Hub's copy. Raises ValueError that says where it may lie."""
-    for parent in (directory, directory.parent):
-        if (parent / CODEC_FOLDER).is_dir():
-            return parent / CODEC_FOLDER
-    try:
-        return local_directory(CODEC_REPOSITORY)
-    except ValueError as error:
-        here = f"put it into {directory / CODEC_FOLDER} or {directory.parent / CODEC_FOLDER}"
-        raise ValueError(f"the codec of CSM, {CODEC_REPOSITORY}, is missing: {here} ({error})") from None
+    """Return the directory of Mimi for the original layout, which has no codec. Raises ValueError."""
+    return codec_directory(directory, CODEC_FOLDER, CODEC_REPOSITORY, "CSM")

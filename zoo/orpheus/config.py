@@ -10,6 +10,7 @@ from typing import Any
 
 from zoo.checkpoint.config import MAX_WIDTH, POSITIONS, STRIDE, WIDTH, ConfigBlock
 from zoo.checkpoint.json_files import read_json
+from zoo.hub import codec_directory
 from zoo.nn.llama import LlamaConfig
 from zoo.orpheus.tokens import CODES, COLUMNS, VOCABULARY
 
@@ -97,20 +98,8 @@ class Config:
 
 
 def find_codec(directory: Path) -> Path:
-    """Return the directory of SNAC: MODEL/snac_24khz, MODEL/../snac_24khz, else the Hub's copy.
-
-    Raises ValueError that says where it may lie.
-    """
-    from zoo.hub import local_directory
-
-    for parent in (directory, directory.parent):
-        if (parent / CODEC_FOLDER / "config.json").is_file():
-            return parent / CODEC_FOLDER
-    try:
-        return local_directory(CODEC_REPOSITORY)
-    except ValueError as error:
-        here = f"put it into {directory / CODEC_FOLDER} or {directory.parent / CODEC_FOLDER}"
-        raise ValueError(f"the codec of Orpheus, {CODEC_REPOSITORY}, is not here: {here} ({error})") from None
+    """Return the directory of SNAC. Raises ValueError that says where it may lie."""
+    return codec_directory(directory, CODEC_FOLDER, CODEC_REPOSITORY, "Orpheus")
 
 
 def read_configs(directory: Path) -> tuple[Config, SnacConfig]:

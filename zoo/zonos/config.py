@@ -11,6 +11,7 @@ from typing import Any
 from zoo.checkpoint.config import EPS, HEADS, LAYERS, MAX_WIDTH, WIDTH, ConfigBlock
 from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.stack import StackConfig
+from zoo.hub import codec_directory
 
 SAMPLE_RATE_HZ = 44_100
 BOOKS = 9
@@ -170,20 +171,8 @@ def _conditions(prefix: ConfigBlock) -> tuple[Condition, ...]:
 
 
 def find_codec(directory: Path) -> Path:
-    """Return the directory of DAC: MODEL/dac_44khz, MODEL/../dac_44khz, else the Hub's copy.
-
-    Raises ValueError that says where it may lie.
-    """
-    from zoo.hub import local_directory
-
-    for parent in (directory, directory.parent):
-        if (parent / CODEC_FOLDER / "config.json").is_file():
-            return parent / CODEC_FOLDER
-    try:
-        return local_directory(CODEC_REPOSITORY)
-    except ValueError as error:
-        here = f"put it into {directory / CODEC_FOLDER} or {directory.parent / CODEC_FOLDER}"
-        raise ValueError(f"the codec of Zonos, {CODEC_REPOSITORY}, is not here: {here} ({error})") from None
+    """Return the directory of DAC. Raises ValueError that says where it may lie."""
+    return codec_directory(directory, CODEC_FOLDER, CODEC_REPOSITORY, "Zonos")
 
 
 def read_configs(directory: Path) -> tuple[Config, CodecConfig]:

@@ -14,9 +14,9 @@ from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
-from zoo.cosyvoice2.strategy import VOCODER
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.parts import VOCODER
 from zoo.nn.s3.sizes import MEL_SAMPLES, MELS
 
 FRAMES = 90

@@ -53,7 +53,7 @@ def test_the_hybrid_is_refused_by_name(copy):
 def test_a_missing_codec_names_its_repository(copy, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shutil.rmtree(copy / CODEC_FOLDER)
-    with pytest.raises(ValueError, match=r"the codec of Zonos, descript/dac_44khz, is not here: put it into"):
+    with pytest.raises(ValueError, match=r"the codec of Zonos, descript/dac_44khz, is missing: put it into"):
         zoo.inspect(copy)
 
 

@@ -1,0 +1,26 @@
+"""What the networks behind S3 codes have in common when they are compiled; data only."""
+
+from compile_cache.strategy import Part
+
+BATCH, ROWS = ("batch",), ("batch", "frames")
+VOCODER = Part(
+    "vocoder.forward",
+    (
+        ("mel", ROWS),
+        ("noise", ("batch", "frames and one")),
+        ("phase", BATCH),
+        ("place.first", BATCH),
+        ("place.limit", BATCH),
+        ("state.rows", BATCH),
+        ("state.count", BATCH),
+    ),
+)
+FP32 = (
+    "norms' mean squares",
+    "RoPE angles",
+    "logits",
+    "flow: states and guidance",
+    "vocoder",
+    "phases (fp64)",
+    "prompt encoders",
+)
