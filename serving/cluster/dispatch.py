@@ -21,9 +21,11 @@ from serving.engine_client import Away
 Choose = Callable[[Ask], AbstractAsyncContextManager[str]]
 
 CHOOSE_S = 5.0
-JOIN_S = 2.0  # for the connection to a new replica
+WAIT_S = 10.0  # for a ready replica: one may be new, or silent for a moment
 LOOK_S = 1.0  # how often silent replicas and drained ones are looked for
+PAUSE_S = 0.02  # between two offers of a request
 RETRY_S = 1.0  # for a client, if no replica is ready
+NOT_READY = "engine_not_ready"
 LOST = "the replica stopped while it worked on this request"
 
 log = structlog.get_logger()
@@ -142,26 +144,24 @@ class Dispatcher:
             del self.open[message.id]
 
     async def _answer(self, request: Underway) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while (refusal := await self._offer(request)) is not None:
+            is_over = time.monotonic() > end_s
+            if is_over or not isinstance(refusal, protocol.Rejected) or refusal.code != NOT_READY:
+                return request.send(refusal)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _offer(self, request: Underway) -> protocol.Outcome | None:
+        """Offer a request to each ready replica in turn. Return a refusal if none of them answered it."""
         avoided: set[str] = set()
         refusals: list[protocol.Outcome] = []
-        await self._wait_for_joining()
         while self.rank(ask := ask_of(request.message, avoided)):
             self.num_resent += bool(avoided)
             refusal = await self._try(request, ask, avoided)
             if refusal is None:
-                return
+                return None
             refusals.append(refusal)
-        request.send(earliest(refusals) or nobody(request.message.id))
-
-    async def _wait_for_joining(self) -> None:
-        """Wait as long as only new replicas take requests, and none is connected yet: in an update the last old one
-        may be gone by then."""
-        end_s = time.monotonic() + JOIN_S
-        while time.monotonic() < end_s:
-            links = [link for link in self.links.values() if not link.is_draining]
-            if any(link.load.is_ready for link in links) or not any(link.is_new for link in links):
-                return
-            await asyncio.sleep(JOIN_S / 100)
+        return earliest(refusals) or nobody(request.message.id)
 
     async def _try(self, request: Underway, ask: Ask, avoided: set[str]) -> protocol.Outcome | None:
         """Let a replica answer. Return its refusal if another one should try, and add its name to `avoided`."""
@@ -201,9 +201,7 @@ class Dispatcher:
 
 
 def nobody(id: str) -> protocol.Rejected:
-    return protocol.Rejected(
-        id, "no replica is ready", code="engine_not_ready", status=503, retry_after_s=RETRY_S
-    )
+    return protocol.Rejected(id, "no replica is ready", code=NOT_READY, status=503, retry_after_s=RETRY_S)
 
 
 def earliest(refusals: list[protocol.Outcome]) -> protocol.Outcome | None:

@@ -41,11 +41,6 @@ class Link(EngineClient):
         self._load.num_open = len(self._inboxes)
         return self._load
 
-    @property
-    def is_new(self) -> bool:
-        """Whether it has never been connected."""
-        return self._heard_s == 0.0
-
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self.address.host, self.address.port)
         writer.write(bytes.fromhex(self.address.token))

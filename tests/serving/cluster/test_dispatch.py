@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from fake_engine import STATS, FakeEngine, frame
 
-from serving import protocol
+from serving import engine_client, protocol
 from serving.cluster import dispatch, link
 from serving.cluster.dispatch import Dispatcher
 from serving.cluster.gateway import Gateway
@@ -169,7 +169,9 @@ def test_a_lost_replica_ends_its_streams_and_no_others(tmp_path):
     asyncio.run(scene())
 
 
-def test_without_a_replica_the_client_is_told_at_once(tmp_path):
+def test_without_a_replica_the_client_is_told_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "WAIT_S", 0.1)
+
     async def scene():
         async with cluster(tmp_path, Dying()) as dispatcher:
             [outcome] = await answered(dispatcher, speak("frames 0"))
@@ -182,6 +184,7 @@ def test_without_a_replica_the_client_is_told_at_once(tmp_path):
 
 def test_a_request_that_no_replica_takes_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "CHOOSE_S", 0.05)
+    monkeypatch.setattr(dispatch, "WAIT_S", 0.1)
 
     @asynccontextmanager
     async def never(ask):
@@ -255,6 +258,19 @@ def test_a_request_waits_for_the_connection_to_a_new_replica(tmp_path):
             dispatcher.update({"c": address})
             outcomes = await answered(dispatcher, speak("frames 3"))
             assert pcm_of(outcomes) == FRAMES and list(new.asked) == ["r"]
+
+    asyncio.run(scene())
+
+
+def test_a_request_waits_for_a_replica_that_is_silent_for_a_moment(tmp_path, monkeypatch):
+    async def scene():
+        async with cluster(tmp_path, FakeEngine()) as dispatcher:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine_client, "SILENT_S", -1.0)
+                answer = asyncio.create_task(answered(dispatcher, speak("frames 3")))
+                await asyncio.sleep(0.1)
+                assert not answer.done()
+            assert pcm_of(await answer) == FRAMES
 
     asyncio.run(scene())
 
