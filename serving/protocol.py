@@ -272,6 +272,7 @@ class Finished(Message):
     reason: str  # "stop" (the model ended), "length" (a cap) or "cancelled"
     frames: int
     usage: dict[str, int] = {}
+    replicas: list[str] = []  # a gateway's: which it offered the request to; the last one answered
 
 
 class Failed(Message):
@@ -282,6 +283,7 @@ class Failed(Message):
     status: int = 500
     code: str = "engine_failed"
     retry_after_s: float | None = None
+    replicas: list[str] = []  # as in Finished
 
 
 ToEngine = Speak | Feed | Cancel | Heard

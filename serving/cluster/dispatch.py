@@ -14,7 +14,7 @@ import structlog
 
 from serving import protocol
 from serving.cluster.link import Address, Link
-from serving.cluster.routing import Ask, ask_of, ranked
+from serving.cluster.routing import Ask, Homes, ask_of, ranked
 from serving.engine_client import Away
 
 # Of Ray Serve: the name of the replica that the router chose, which keeps a place for as long as the context is open.
@@ -33,11 +33,13 @@ log = structlog.get_logger()
 
 @dataclass
 class Underway:
-    """A request that is being answered. fed: the text that came after it, as long as nothing was heard."""
+    """A request that is being answered. fed: the text that came after it, as long as nothing was heard.
+    replicas: those it was offered to."""
 
     message: protocol.Speak
     send: Callable[[protocol.Outcome], None]
     fed: list[protocol.Feed] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
     link: Link | None = None
     is_heard: bool = False
 
@@ -53,6 +55,8 @@ class Underway:
         if isinstance(outcome, protocol.Audio) and not outcome.pcm and not self.is_heard:
             assert self.link is not None, f"{outcome.id} has audio and no replica"
             return self.link.heard(outcome.id, outcome.frames)
+        if isinstance(outcome, protocol.Finished | protocol.Failed):
+            outcome.replicas = self.replicas
         self.is_heard = True
         self.fed.clear()
         self.send(outcome)
@@ -74,6 +78,7 @@ class Dispatcher:
         self.running: dict[str, asyncio.Task[None]] = {}  # a link's connection
         self.open: dict[str, Underway] = {}
         self.promised: dict[str, str] = {}  # the replica of each request that is being routed
+        self.homes = Homes()
         self.num_resent = 0
 
     def route(self, ask: Ask) -> list[str]:
@@ -155,7 +160,7 @@ class Dispatcher:
         """Offer a request to each ready replica in turn. Return a refusal if none of them answered it."""
         avoided: set[str] = set()
         refusals: list[protocol.Outcome] = []
-        while self.rank(ask := ask_of(request.message, avoided)):
+        while self.rank(ask := self.homes.fill(ask_of(request.message, avoided))):
             self.num_resent += bool(avoided)
             refusal = await self._try(request, ask, avoided)
             if refusal is None:
@@ -179,6 +184,8 @@ class Dispatcher:
             if link is None:
                 return nobody(request.message.id)
             link.load.learn(ask.voice)
+            self.homes.learn(ask.conversation, name)
+            request.replicas.append(name)
             return await self._relay(request, link)
 
     async def _relay(self, request: Underway, link: Link) -> protocol.Outcome | None:

@@ -3,6 +3,9 @@
     first audio of a request = what the engine predicts for as many open requests as the replica has now
                              + what the replica must do again because it does not know the voice
 
+A conversation goes to the replica that remembers it. One that is new to this gateway goes to the replica that its
+name picks, so that all gateways agree.
+
 The prediction follows from the costs that the engine's admission has learned. It is a function of the number of open
 requests, which the gateway counts itself, because a report is up to a second old: a prediction for the requests of
 that time would send all requests of a second to one replica.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from serving.protocol import ModelStats, Reference, Speak, StoredClip
@@ -24,18 +27,22 @@ UNKNOWN_S = (
     0.05  # first audio that a request takes from the next one, before an engine has predicted anything
 )
 MAX_KNOWN = 512  # voices of a replica: about what its prefix cache keeps
+MAX_HOMES = 65_536  # conversations; a replica remembers fewer
 HASHED_BYTES = 64 << 10  # of a recording, so that a minute of audio takes no time
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What routing knows of a request. avoided: replicas that have refused it or were lost with it."""
+    """What routing knows of a request. avoided: replicas that have refused it or were lost with it. home: the
+    replica that remembers its conversation."""
 
     model: str
     id: str = ""
     voice: str = ""  # equal for requests that share pages; "": none do
     saved_s: float = 0.0  # by a replica that knows the voice
     avoided: frozenset[str] = frozenset()
+    conversation: str = ""  # "": none
+    home: str = ""
 
 
 @dataclass
@@ -69,6 +76,25 @@ class Load:
         return learns_s + predicted_s(self.models.get(ask.model), self.num_open + self.num_others)
 
 
+class Homes:
+    """The replicas that remember conversations, which are those that spoke last in them."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def fill(self, ask: Ask) -> Ask:
+        """Return the request with its home."""
+        return replace(ask, home=self._homes.get(ask.conversation, ""))
+
+    def learn(self, conversation: str, name: str) -> None:
+        """Note where a conversation goes on. The oldest ones are forgotten, as replicas forget them sooner."""
+        if conversation:
+            self._homes[conversation] = name
+            self._homes.move_to_end(conversation)
+        while len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+
+
 def num_open(model: ModelStats) -> int:
     return model.running + model.waiting + model.preparing
 
@@ -85,10 +111,14 @@ def predicted_s(model: ModelStats | None, num: int) -> float:
 
 def ranked(ask: Ask, loads: Iterable[tuple[str, Load]]) -> list[str]:
     """Return the names of the ready replicas that the request may go to, the soonest first. Between equals, the
-    one with the fewest requests."""
-    possible = [(name, load) for name, load in loads if load.is_ready and name not in ask.avoided]
-    possible.sort(key=lambda each: (each[1].first_audio_s(ask), each[1].num_open))
-    return [name for name, _ in possible]
+    one with the fewest requests. A conversation goes on where it is remembered, and nowhere else."""
+    ready = {name: load for name, load in loads if load.is_ready}
+    possible = [
+        name for name in ready if name not in ask.avoided and (ask.home not in ready or name == ask.home)
+    ]
+    if ask.conversation:
+        return sorted(possible, key=lambda name: digest(f"{ask.conversation} {name}".encode()))
+    return sorted(possible, key=lambda name: (ready[name].first_audio_s(ask), ready[name].num_open))
 
 
 def ask_of(message: Speak, avoided: Collection[str]) -> Ask:
@@ -97,7 +127,8 @@ def ask_of(message: Speak, avoided: Collection[str]) -> Ask:
     if message.references:
         voice, saved_s = " ".join(map(name_of, message.references)), KNOWN_RECORDING_SAVES_S
     key = f"{message.model} {voice}" if voice else ""
-    return Ask(message.model, message.id, key, saved_s, frozenset(avoided))
+    conversation = message.request.conversation or ""
+    return Ask(message.model, message.id, key, saved_s, frozenset(avoided), conversation)
 
 
 def name_of(reference: Reference) -> str:
@@ -105,4 +136,8 @@ def name_of(reference: Reference) -> str:
     if isinstance(reference.clip, StoredClip):
         return reference.clip.directory
     samples = reference.clip.samples
-    return f"{blake2b(samples[:HASHED_BYTES], digest_size=8).hexdigest()}-{len(samples)}"
+    return f"{digest(samples[:HASHED_BYTES])}-{len(samples)}"
+
+
+def digest(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()

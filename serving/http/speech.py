@@ -83,6 +83,7 @@ class Speech:
         self.outcome: str | None = None
         self.pcm = bytearray()  # all audio of a request that does not stream
         self.finished: protocol.Finished | None = None
+        self.replicas: list[str] = []  # behind a gateway: those that it offered the request to
         self.is_judged = True  # whether its gaps count: they are ours, not waits for the client's text
         self.is_started = False
         self.has_left = False
@@ -166,11 +167,13 @@ class Speech:
                 rate_hz = self.model.sample_rate_hz * self.request.speed
                 segment = AudioSegment(text, round(start / rate_hz, 6), round(stop / rate_hz, 6))
                 await self.send_event(send, segment)
-            case protocol.Finished():
+            case protocol.Finished(replicas=replicas):
+                self.replicas = replicas
                 await self.finish(message, send)
             case protocol.Rejected():
                 raise self.refused(message)
-            case protocol.Failed():
+            case protocol.Failed(replicas=replicas):
+                self.replicas = replicas
                 await self.fail(message, send)
         return isinstance(message, protocol.Audio | protocol.Text | protocol.Spoken)
 
@@ -334,6 +337,7 @@ class Speech:
             "audio_s": round(audio_s, 3),
             "took_s": round(took_s, 3),
             "rtf": rtf,
+            **({"replicas": self.replicas} if self.replicas else {}),
             **more,
         }
         log.info("speech", id=self.id, model=self.model.id, **facts)

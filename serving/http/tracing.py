@@ -52,6 +52,7 @@ class Answer(Protocol):
     ttfa_s: float | None
     num_frames: int
     playback: Playback
+    replicas: list[str]
 
     @property
     def voice(self) -> str | None: ...
@@ -195,6 +196,7 @@ def made(speech: Answer) -> dict[str, Any]:
         "zoo.frames": speech.num_frames,
         "zoo.audio_s": speech.audio_s,
         "zoo.underrun_s": speech.playback.underrun_s,
+        "zoo.replicas": speech.replicas or None,
     }
     return {name: value for name, value in known.items() if value is not None}
 

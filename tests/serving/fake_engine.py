@@ -225,6 +225,8 @@ class FakeEngine:
                 return send(protocol.Failed(id, NO_AUDIO, 422, "no_audio"))
             case "silent":
                 return send(protocol.Failed(id, NO_AUDIO, 422, "no_audio"))
+            case "offered":
+                return send(protocol.Finished(id, "stop", 0, replicas=words[1:]))
             case "write":
                 for index in range(count):
                     send(protocol.Audio(id, frame(index), 1))

@@ -262,6 +262,41 @@ def test_a_request_waits_for_the_connection_to_a_new_replica(tmp_path):
     asyncio.run(scene())
 
 
+def test_a_conversation_goes_on_where_it_is_remembered(tmp_path):
+    """Another replica takes it only if that one is lost."""
+
+    async def scene():
+        async with cluster(tmp_path, a := FakeEngine(), b := FakeEngine()) as dispatcher:
+            for index in range(3):
+                await answered(dispatcher, speak("frames 1", f"r{index}", conversation="chat"))
+            home, other = (a, b) if a.asked else (b, a)
+            assert len(home.asked) == 3 and not other.asked
+            dispatcher.links["a" if home is a else "b"].is_draining = True
+            await answered(dispatcher, speak("frames 1", "later", conversation="chat"))
+            assert list(other.asked) == ["later"]
+
+    asyncio.run(scene())
+
+
+def test_a_conversation_does_not_begin_anew_because_its_replica_is_full(tmp_path):
+    async def scene():
+        async with cluster(tmp_path, Full(), FakeEngine()) as dispatcher:
+            dispatcher.homes.learn("chat", "a")
+            [refusal] = await answered(dispatcher, speak("frames 1", conversation="chat"))
+            assert refusal.code == "engine_full"
+
+    asyncio.run(scene())
+
+
+def test_the_answer_says_which_replicas_were_asked(tmp_path):
+    async def scene():
+        async with cluster(tmp_path, Dying(), FakeEngine()) as dispatcher:
+            *_, finished = await answered(dispatcher, speak("frames 0"))
+            assert finished.replicas == ["a", "b"]
+
+    asyncio.run(scene())
+
+
 def test_a_request_waits_for_a_replica_that_is_silent_for_a_moment(tmp_path, monkeypatch):
     async def scene():
         async with cluster(tmp_path, FakeEngine()) as dispatcher:

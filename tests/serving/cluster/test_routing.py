@@ -34,6 +34,13 @@ def rank(ask, **loads):
     return ranked(ask, loads.items())
 
 
+def test_all_gateways_send_a_new_conversation_to_one_replica():
+    busy, idle = {"a": load(num_open=3), "b": load()}, {"a": load(), "b": load(num_open=9)}
+    picks = {name: rank(Ask("m", conversation=name), **busy) for name in map(str, range(20))}
+    assert all(rank(Ask("m", conversation=name), **idle) == order for name, order in picks.items())
+    assert {order[0] for order in picks.values()} == {"a", "b"}
+
+
 @pytest.mark.parametrize(("num", "seconds"), [(0, 0.1), (3, 0.2), (4, 0.3), (7, 0.6), (11, 1.0)])
 def test_first_audio_is_later_with_each_open_request(num, seconds):
     assert predicted_s(figures(), num) == pytest.approx(seconds)

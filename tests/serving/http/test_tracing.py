@@ -127,6 +127,12 @@ def test_a_refused_request_sets_the_error_type(server, spans, text, status, kind
     assert (asked.status.status_code is StatusCode.ERROR) == (status >= 500)
 
 
+def test_a_trace_names_the_replicas_that_were_asked(server, spans):
+    assert server.speak("offered a b").status_code == 200
+    _, model = pair(spans)
+    assert model.attributes["zoo.replicas"] == ("a", "b")
+
+
 def test_a_failed_stream_is_an_error(server, spans):
     with pytest.raises(httpx.RemoteProtocolError):
         server.speak("fail 1")
