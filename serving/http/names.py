@@ -8,7 +8,7 @@ OpenAI's names. OpenAI's names let a client written for OpenAI's speech API work
 
 Real names take precedence over aliases. A request that names an OpenAI model gets pcm at OpenAI's rate,
 unless it sets another one. A warning is a line for the header `x-warning`: it says which name is not served
-and what is used instead.
+and what is used instead. voice_choice.py applies these rules to voices.
 """
 
 from __future__ import annotations
@@ -17,18 +17,10 @@ from collections.abc import Mapping
 
 from serving.http.schemas import Model
 from serving.settings import Aliases
-from zoo.request import is_mix as is_mix
-from zoo.request import names_in as names_in  # references.py takes both from here
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 OPENAI_PCM_HZ = 24000  # pcm does not carry its rate, and OpenAI's clients assume this one
-OPENAI_VOICES = frozenset(
-    (
-        *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
-        *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
-    )
-)
 
 
 class Names(Aliases, frozen=True):
@@ -45,21 +37,6 @@ class Names(Aliases, frozen=True):
             return asked, None
         [id] = served
         return id, f"model {asked!a} is not served; {id!a} is used instead"
-
-    def voice(
-        self, asked: str, model: Model, is_known: bool, num_served: int
-    ) -> tuple[str | None, str | None]:
-        """Return the voice to use (None: the model chooses), and a warning if it stands in for OpenAI's.
-        is_known: whether the name is a voice of the model or an uploaded one."""
-        if is_known:
-            return asked, None
-        if asked in self.voices:
-            return self.voices[asked], None
-        if self.is_strict or num_served != 1 or asked.lower() not in OPENAI_VOICES:
-            return asked, None
-        first = next(iter(model.voices), None)
-        instead = f"{first!a} is used instead" if first is not None else "the field is ignored"
-        return first, f"voice {asked!a} does not exist; {instead}"
 
     def aliases_of(self, id: str) -> list[str]:
         return [alias for alias, model in self.models.items() if model == id]

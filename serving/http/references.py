@@ -1,4 +1,4 @@
-"""The voice of a request. It comes from the model, from an uploaded voice, or from audio in the request.
+"""The recordings of a voice, from uploaded voices or from the request.
 
 Decoding takes milliseconds and fetching takes longer, so neither delays the event loop. The engine gets
 samples.
@@ -11,35 +11,47 @@ import base64
 import ipaddress
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
-from litestar.exceptions import HTTPException
 
 from serving.http.bodies import read_beside
 from serving.http.decoders import Decoders
 from serving.http.errors import refusal
-from serving.http.names import is_mix, names_in
 from serving.http.quota import Quota
 from serving.http.recordings import Recordings
-from serving.http.schemas import Limits, Model, SpeechRequest
-from serving.http.voices import Voices
+from serving.http.schemas import GivenReference, Limits, Model, SpeechRequest
+from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference, StoredClip
 from serving.voice_file import Damaged
+from zoo.request import SOUND_ONLY
 
 FETCH_S = 10.0
 MAX_REDIRECTS = 3
 PIECE_CHARS = 1 << 18  # of base64, decoded in one call: it keeps other threads waiting for half a millisecond
-MAX_NAMES = 20  # in a message
-MAX_MIXED = 9  # one more than the engine's limit, so that the engine refuses larger mixes
 UNICAST = ipaddress.ip_network("2000::/3")
 
 
-class References:
-    """Finds the voices and recordings of requests. It holds processes and an HTTP client, so call `close` at the
-    end. memory: the quota in bytes."""
+@dataclass(frozen=True)
+class LoadedVoice:
+    """A voice as the engine takes it.
 
-    def __init__(self, voices: Voices, limits: Limits, memory: Quota):
-        self.voices = voices
+    name: a voice of the model or a mix, which the engine looks up. references: its recordings; those of a mix have
+    names. is_sound_only: whether the model uses the sound of the recording and not its words, unless the request
+    says otherwise.
+    """
+
+    name: str | None
+    references: list[Reference]
+    is_sound_only: bool = False
+
+
+class References:
+    """Finds the recordings of voices. It holds processes and an HTTP client, so call `close` at the end. memory:
+    the quota in bytes."""
+
+    def __init__(self, chooser: VoiceChooser, limits: Limits, memory: Quota):
+        self.chooser = chooser
         self.limits = limits
         self.fetching = Quota(limits.reading, "recordings are being fetched")
         self.decoding = Quota(limits.reading, "recordings are being decoded")
@@ -58,70 +70,24 @@ class References:
         if self._client is not None:
             await self._client.aclose()
 
-    def check(self, request: SpeechRequest, model: Model) -> None:
-        """Check the voice of a request without decoding anything. Raises the refusal."""
-        try:
-            given = request.given_references
-        except ValueError as error:
-            raise refusal(400, str(error), "references") from None
-        if given:
-            self._check_given(len(given), request, model)
-        elif request.ref_text is not None:
-            raise refusal(400, "ref_text is the text of ref_audio, but ref_audio is missing", "ref_text")
-        elif request.voice_name is not None:
-            self._check_voice(request.voice_name, model)
+    async def find(self, voice: VoiceChoice, request: SpeechRequest, model: Model) -> LoadedVoice:
+        """Return a voice as the engine takes it. Raises the refusal."""
+        if voice.is_mix:
+            return LoadedVoice(voice.name, await self._mixed(voice, model))
+        if voice.uploaded:
+            [name] = voice.uploaded
+            reference = await self._uploaded(name, model)
+            is_sound_only = reference.transcript is None and SOUND_ONLY in model.option_names
+            return LoadedVoice(None, [reference], is_sound_only)
+        return LoadedVoice(voice.name, await self._given(voice, request.given_references, model))
 
-    def _check_given(self, num: int, request: SpeechRequest, model: Model) -> None:
-        param = request.reference_field
-        if model.reference_s is None:
-            raise refusal(
-                400, f"model {model.id!r} takes no reference audio; {possible_voices(model)}", param
-            )
-        if num > model.max_references:
-            raise refusal(
-                400,
-                f"{num} references are given; model {model.id!r} takes up to {model.max_references}",
-                param,
-            )
-        if request.voice_name is not None:
-            message = "voice and reference audio are both given, but a request has one voice; leave one out"
-            raise refusal(400, message, "voice")
-
-    def _check_voice(self, voice: str, model: Model) -> None:
-        if is_own(model.voices, voice):
-            return
-        if is_mix(voice):
-            return self._check_mix(voice, model)
-        if not self.voices.has(voice):
-            raise self._no_voice(voice, model)
-        if model.reference_s is None:
-            message = (
-                f"{voice!r} is an uploaded voice, and model {model.id!r} takes none; {possible_voices(model)}"
-            )
-            raise refusal(400, message, "voice")
-
-    def _check_mix(self, mix: str, model: Model) -> None:
-        if not model.mixes:
-            message = (
-                f"model {model.id!r} cannot mix voices, and {mix[:80]!r} is a mix; {possible_voices(model)}"
-            )
-            raise refusal(400, message, "voice")
-        for name in filter(None, names_in(mix)):  # the engine refuses a part without a name
-            self._check_voice(name, model)
-
-    def _no_voice(self, voice: str, model: Model) -> HTTPException:
-        uploaded = self.voices.names() if model.reference_s is not None else []
-        return refusal(400, f"there is no voice {voice!r}; {possible_voices(model, uploaded)}", "voice")
-
-    async def find(self, request: SpeechRequest, model: Model) -> list[Reference]:
-        """Return the references of a request, after `check`; none if the model chooses the voice itself.
-        Raises the refusal."""
-        voice = request.voice_name
-        if voice is not None:
-            return await self._voice(voice, model)
+    async def _given(
+        self, voice: VoiceChoice, recordings: list[GivenReference], model: Model
+    ) -> list[Reference]:
+        """Decode the recordings in a request."""
         found: list[Reference] = []
-        for i, given in enumerate(request.given_references):
-            name = request.reference_field if len(request.given_references) == 1 else f"references[{i}]"
+        for i, given in enumerate(recordings):
+            name = voice.field if len(recordings) == 1 else f"references[{i}]"
             room = MAX_CLIP_BYTES - sum(reference.clip.num_bytes for reference in found)
             try:
                 clip = await self._clip(given.audio, model)
@@ -130,36 +96,29 @@ class References:
                         f"all references together exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples"
                     )
             except ValueError as error:
-                raise refusal(400, f"{name} cannot be used: {error}", request.reference_field) from None
+                raise refusal(400, f"{name} cannot be used: {error}", voice.field) from None
             found.append(Reference(clip, given.text, given.speaker))
         return found
 
-    async def _voice(self, voice: str, model: Model) -> list[Reference]:
-        """Load the uploaded voices of a name or a mix."""
-        if is_own(model.voices, voice):
-            return []
-        if not is_mix(voice):
-            return [await self._uploaded(voice, model)]
-        names = dict.fromkeys(
-            name.lower() for name in names_in(voice) if name and not is_own(model.voices, name)
-        )
-        found = []
-        for name in list(names)[:MAX_MIXED]:
+    async def _mixed(self, voice: VoiceChoice, model: Model) -> list[Reference]:
+        """Load the uploaded voices of a mix, each with its name."""
+        found: list[Reference] = []
+        for name in voice.uploaded:
             reference = await self._uploaded(name, model)
             reference.name = name
             found.append(reference)
             if sum(reference.clip.num_bytes for reference in found) > MAX_CLIP_BYTES:
-                message = f"the recordings of {voice!r} exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples; mix fewer voices"
+                message = f"the recordings of {voice.name!r} exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples; mix fewer voices"
                 raise refusal(400, message, "voice")
         return found
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
         try:
-            found = await read_beside(self.voices.find, voice)
+            found = await read_beside(self.chooser.voices.find, voice)
         except Damaged as error:
             raise refusal(400, str(error), "voice", "voice_damaged") from None
-        if found is None:  # removed since `check`
-            raise self._no_voice(voice, model)
+        if found is None:  # removed since it was chosen
+            raise self.chooser.no_voice(voice, model)
         stored, clip = found
         try:
             check_duration(clip, taken_s(model))
@@ -197,11 +156,6 @@ def is_url(audio: str) -> bool:
     return audio[:8].lower().startswith(("http://", "https://"))
 
 
-def is_own(voices: list[str], voice: str) -> bool:
-    """Whether a voice is one of the model's own; upper and lower case are the same."""
-    return voice.lower() in map(str.lower, voices)
-
-
 def taken_s(model: Model) -> tuple[float, float]:
     """Return the shortest and the longest reference of a model that takes references."""
     assert model.reference_s is not None, f"model {model.id!r} takes no references"
@@ -213,18 +167,6 @@ def check_duration(clip: AudioClip | StoredClip, possible_s: tuple[float, float]
     shortest_s, longest_s = possible_s
     if not shortest_s <= clip.duration_s <= longest_s:
         raise ValueError(f"it lasts {clip.duration_s:.4g} s; it must last {shortest_s:g} to {longest_s:g} s")
-
-
-def possible_voices(model: Model, uploaded: list[str] | None = None) -> str:
-    """Return the choices of a voice for this model, for an error message."""
-    names = [*model.voices, *(uploaded or ())]
-    more = f" and {len(names) - MAX_NAMES} more (GET /v1/audio/voices)" if len(names) > MAX_NAMES else ""
-    possible = [f"available voices: {', '.join(names[:MAX_NAMES])}{more}"] if names else []
-    if "design" in model.modes:
-        possible.append("describe a voice in instructions")
-    if model.reference_s is not None:
-        possible.append("upload a voice (POST /v1/audio/voices) or send ref_audio")
-    return "; ".join(possible)
 
 
 def unpack(text: str, max_bytes: int) -> bytes:

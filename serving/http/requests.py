@@ -96,7 +96,8 @@ def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPExcept
 
 
 def check(data: SpeechRequest, model: Model, server: Server) -> None:
-    """Check a request as far as possible without the engine. Raises the refusal."""
+    """Check the fields of a request, but not its voice, as far as possible without the engine. Raises the
+    refusal."""
     text_chars = server.limits.text_chars
     if len(data.input) > text_chars:
         message = f"input has {len(data.input)} characters; this server takes up to {text_chars}"
@@ -111,4 +112,3 @@ def check(data: SpeechRequest, model: Model, server: Server) -> None:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
         message = f"model {model.id!r} does not support task_type {data.task_type!r}; it supports: {possible}"
         raise refusal(400, message, "task_type")
-    server.references.check(data, model)

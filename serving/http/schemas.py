@@ -222,24 +222,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         for item in self.references or ():
             item.audio = item.ref_audio = None
 
-    @property
-    def reference_field(self) -> str:
-        """The field that holds the recording of the voice, or would hold it."""
-        if self.references:
-            return "references"
-        return "ref_audio" if self.ref_audio is not None or self.voice_name is None else "voice"
-
-    def client_field(self, param: str) -> str:
-        """Return the client's name for a field of zoo.request.Request."""
-        match param:
-            case "references":
-                return self.reference_field
-            case "transcript":
-                return "ref_text" if self.reference_field == "ref_audio" else self.reference_field
-        return CLIENT_FIELD.get(param, param)
-
     def for_engine(self) -> protocol.Request:
-        """Return the request with a seed. The voice and the references are missing: `References` finds
+        """Return the request with a seed. The voice and the references are missing: voice_choice.py chooses
         them."""
         given = {name: value for name in SAME_NAME if (value := getattr(self, name)) is not None}
         seed = secrets.randbits(63) if self.seed is None else self.seed

@@ -17,10 +17,10 @@ from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.quota import Quota
-from serving.http.references import References, is_own
+from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
+from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
-from zoo.request import is_mix, with_own_names
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
@@ -61,7 +61,8 @@ class Server:
         self.memory = Quota(
             limits.memory_bytes, "bytes of recordings and whole answers are held", is_bytes=True
         )
-        self.references = References(self.voices, limits, self.memory)
+        self.voice_chooser = VoiceChooser(self.voices, names)
+        self.references = References(self.voice_chooser, limits, self.memory)
         self.metrics = Metrics(engine)
         self.metrics.sessions.set_function(lambda: self.sessions.num_held)
         self.metrics.memory.set_function(lambda: self.memory.num_held)
@@ -97,8 +98,7 @@ class Server:
 
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
         """Return the model of a request, and warnings. A request may leave the model out if the server has
-        only one. OpenAI's names and aliases in the request's voice are replaced. Raises Away, and the
-        refusal."""
+        only one. Raises Away, and the refusal."""
         models = {model.id: model for model in self.models}
         warnings: list[str | None] = []
         if request.model is not None:
@@ -112,21 +112,11 @@ class Server:
             raise refusal(400, message, "model", "missing_field")
         else:
             [model] = models.values()
-        if request.voice_name is not None:
-            warnings.append(self._choose_voice(request, request.voice_name, model, len(models)))
         return model, [warning for warning in warnings if warning is not None]
 
-    def _choose_voice(self, request: SpeechRequest, asked: str, model: Model, num_served: int) -> str | None:
-        """Replace an alias or OpenAI's name in the request's voice, and return a warning for the latter. A
-        recording in the request takes precedence over a stand-in for OpenAI's voice."""
-        is_known = is_own(model.voices, asked) or self.voices.has(asked)
-        voice, warning = self.names.voice(asked, model, is_known, num_served)
-        if warning is not None and (request.ref_audio is not None or request.references):
-            voice, warning = None, f"voice {asked!a} does not exist; the recording is used instead"
-        if not is_known and asked not in self.names.voices and is_mix(asked):
-            voice = with_own_names(asked, self.names.voices)
-        request.voice = voice
-        return warning
+    def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
+        """Return the voice of a request for its model. Raises the refusal."""
+        return self.voice_chooser.choose(request, model, is_only_model=len(self.engine.models) == 1)
 
 
 def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:

@@ -188,7 +188,7 @@ class Session:
                 await self._cancel()
 
     async def _configure(self, message: dict[str, Any]) -> Settings:
-        """Check a session.config and find its references. Raises the refusal, Away."""
+        """Check a session.config and find its voice. Raises the refusal, Away."""
         own = self._own_fields(message)
         fields = {
             name: value
@@ -201,22 +201,24 @@ class Session:
         model, warnings = self.server.chosen_model(request)
         options = options_of(fields, model)
         check(request, model, self.server)
+        voice = self.server.chosen_voice(request, model)
         can_feed = model.feeds and options.get("text_mode") != "full" and not request.normalize
         if own.split_granularity == "token" and not can_feed:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
-        references = await self._while_connected(self.server.references.find(request, model))
+        loaded = await self._while_connected(self.server.references.find(voice, request, model))
         request.forget_audio()
         return Settings(
             request=request,
             model=model,
             options=options,
-            references=references,
+            voice=voice,
+            loaded=loaded,
             is_base64=own.audio == "base64",
             is_fed=can_feed and own.split_granularity != "sentence",
             may_fall_back=own.split_granularity == "auto",
             is_cancelling=own.barge_in == "cancel",
             sample_rate_hz=decoded_hz(request, model),
-            warnings=warnings,
+            warnings=[*warnings, *voice.warnings],
         )
 
     def _own_fields(self, message: dict[str, Any]) -> ConfigFields:

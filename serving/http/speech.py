@@ -22,7 +22,8 @@ from serving import protocol
 from serving.audio import encode
 from serving.audio.playback import Playback
 from serving.http.disconnect import until_left
-from serving.http.errors import AWAY_RETRY_S, LEFT, cut, error_of, new_id, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, refusal
+from serving.http.references import LoadedVoice
 from serving.http.schemas import (
     AudioDelta,
     AudioDone,
@@ -35,6 +36,7 @@ from serving.http.schemas import (
 )
 from serving.http.sentences import said_s
 from serving.http.server import Server
+from serving.http.voice_choice import VoiceChoice
 from zoo.request import SOUND_ONLY
 
 # A pool of its own: a slow DNS lookup for a reference must not delay streams.
@@ -59,13 +61,15 @@ class Speech:
         request: SpeechRequest,
         options: dict[str, Any],
         model: Model,
+        voice: VoiceChoice,
         given_id: str | None = None,
         warnings: Sequence[str] = (),
     ):
         self.server, self.request, self.options, self.model = server, request, options, model
+        self.voice = voice
         self.id = new_id()  # for the engine, because clients may repeat their own IDs
         self.given_id = given_id
-        self.warnings = warnings
+        self.warnings = (*warnings, *voice.warnings)
         self.fields = request.for_engine()
         self.is_sse = request.stream_format == "sse"
         try:
@@ -206,7 +210,7 @@ class Speech:
         """Return the engine's rejection as a refusal, with the client's names for the fields."""
         param, message = rejected.param, rejected.message
         if param is not None:
-            name = self.request.client_field(param)
+            name = self.voice.client_field(param)
             message = re.sub(rf"^{re.escape(param)}\b", name, message)
             param = name
         code, retry_after_s = rejected.code, rejected.retry_after_s
@@ -230,21 +234,14 @@ class Speech:
 
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""
-        references = await self.server.references.find(self.request, self.model)
+        voice = await self.server.references.find(self.voice, self.request, self.model)
         self.request.forget_audio()
-        return self.speak_message(references)
+        return self.speak_message(voice)
 
-    def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
-        options = dict(self.options)
-        voice = self.request.voice_name
-        named = None  # the voice that the engine looks up
-        is_own_or_mix = not references or references[0].name is not None
-        if is_own_or_mix:
-            named = voice
-        elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
-            options.setdefault(SOUND_ONLY, True)
-        request = msgspec.structs.replace(self.fields, voice=named, options=options)
-        return protocol.Speak(self.id, self.model.id, request, references, self.request.listener)
+    def speak_message(self, voice: LoadedVoice) -> protocol.Speak:
+        options = {SOUND_ONLY: True} | self.options if voice.is_sound_only else self.options
+        request = msgspec.structs.replace(self.fields, voice=voice.name, options=options)
+        return protocol.Speak(self.id, self.model.id, request, voice.references, self.request.listener)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """Run a step of the encoder. Codecs take milliseconds, so they run on the pool for encoding."""
@@ -304,15 +301,6 @@ class Speech:
         """Seconds of audio generated so far."""
         return self.num_bytes / 2 / self.model.sample_rate_hz
 
-    @property
-    def voice(self) -> str | None:
-        """The name of the voice, or its source in parentheses, for the log."""
-        if self.request.voice_name is not None:
-            return cut(self.request.voice_name)
-        if self.request.ref_audio is not None or self.request.references:
-            return "(recording)"
-        return "(description)" if "design" in self.model.modes and self.request.instructions else None
-
     def ended(self, outcome: str, status: int, **more: Any) -> None:
         """Log the request and count it in the metrics. Only the first call has an effect."""
         if self.is_ended:
@@ -329,7 +317,7 @@ class Speech:
             "given_id": self.given_id,
             "status": status,
             "reason": outcome,
-            "voice": self.voice,
+            "voice": self.voice.label,
             "format": self.request.response_format,
             "chars": len(self.request.input),
             "frames": self.num_frames,

@@ -32,6 +32,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from serving.audio.playback import Playback
 from serving.http.errors import error_of
 from serving.http.schemas import Model, SpeechRequest, Usage
+from serving.http.voice_choice import VoiceChoice
 
 TRACED = "/v1/"  # monitoring polls /health, /ready and /metrics every few seconds, so they are not traced
 # ASGI messages that set the status of the answer.
@@ -53,9 +54,7 @@ class Answer(Protocol):
     num_frames: int
     playback: Playback
     replicas: list[str]
-
-    @property
-    def voice(self) -> str | None: ...
+    voice: VoiceChoice
 
     @property
     def usage(self) -> Usage | None: ...
@@ -179,7 +178,7 @@ def asked(speech: Answer) -> dict[str, Any]:
         "gen_ai.request.top_p": request.top_p,
         "zoo.text_chars": len(request.input),
         "zoo.response_format": request.response_format,
-        "zoo.voice": speech.voice,
+        "zoo.voice": speech.voice.label,
     }
     return {name: value for name, value in known.items() if value is not None}
 

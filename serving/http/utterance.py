@@ -26,10 +26,12 @@ from serving.http.bodies import read_beside
 from serving.http.errors import LEFT, outcome_of, refusal
 from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
 from serving.http.recordings import digest
+from serving.http.references import LoadedVoice
 from serving.http.schemas import Model, SpeechRequest, Usage
 from serving.http.sentences import PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
+from serving.http.voice_choice import VoiceChoice
 
 REFUSED = 400
 
@@ -39,13 +41,14 @@ class Idle(Exception):
 
 
 class Settings(msgspec.Struct):
-    """The settings of a session.config for its utterances. request: with an empty input. references:
-    already decoded."""
+    """The settings of a session.config for its utterances. request: with an empty input. voice: the
+    choice; loaded: the same voice, with its recordings decoded."""
 
     request: SpeechRequest
     model: Model
     options: dict[str, bool | int | float | str]
-    references: list[protocol.Reference]
+    voice: VoiceChoice
+    loaded: LoadedVoice
     is_base64: bool
     is_fed: bool  # whether text goes to the model token by token
     may_fall_back: bool  # whether to go on by sentences if the model refuses to take tokens
@@ -65,7 +68,7 @@ class Segment(Speech):
         text: str,
         seed: int,
         max_frames: int | None,
-        references: list[protocol.Reference],
+        voice: LoadedVoice,
         is_open: bool,
     ):
         request = msgspec.structs.replace(
@@ -81,13 +84,13 @@ class Segment(Speech):
         options = dict(settings.options)
         if is_open and "text_mode" in settings.model.option_names:
             options.setdefault("text_mode", "interleaved")
-        super().__init__(server, request, options, settings.model)
-        self.references, self.is_open, self.is_judged = references, is_open, not is_open
+        super().__init__(server, request, options, settings.model, settings.voice)
+        self.loaded, self.is_open, self.is_judged = voice, is_open, not is_open
         self.listening_speed = settings.request.speed  # the utterance's encoder changes the speed
         self.asked = asyncio.Event()
 
     async def message(self) -> protocol.Speak:
-        message = self.speak_message(self.references)
+        message = self.speak_message(self.loaded)
         message.listener = replace(message.listener, speed=self.listening_speed)
         message.request.is_open = self.is_open
         return message
@@ -140,7 +143,7 @@ class Utterance:
         self.is_over = False
         self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0
         self.was_cut = False  # whether the frame limit ended it
-        self.kept: list[protocol.Reference] = settings.references
+        self.voice = settings.loaded
         self.pcm = bytearray()  # of the current segment, if its voice is to be kept
 
     # Text.
@@ -270,7 +273,7 @@ class Utterance:
         engine.feed(segment.id, "", is_last=True)
 
     def _segment(self, text: str, is_open: bool) -> Segment:
-        return Segment(self.server, self.settings, text, self.seed, self.frames_left, self.kept, is_open)
+        return Segment(self.server, self.settings, text, self.seed, self.frames_left, self.voice, is_open)
 
     @property
     def frames_left(self) -> int | None:
@@ -296,11 +299,11 @@ class Utterance:
         if len(samples) >= model.reference_s[0] * model.sample_rate_hz:
             clip = protocol.AudioClip(samples.tobytes(), model.sample_rate_hz)
             clip = self.server.references.recordings.hold(clip, await read_beside(digest, clip))
-            self.kept = [protocol.Reference(clip, segment.request.input)]
+            self.voice = LoadedVoice(None, [protocol.Reference(clip, segment.request.input)])
 
     @property
     def _is_keeping(self) -> bool:
-        return self.settings.model.keeps_voice and not self.kept
+        return self.settings.model.keeps_voice and not self.voice.references
 
     # Audio.
 

@@ -18,6 +18,7 @@ from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
 from serving.http.quota import RETRY_S
+from serving.http.references import LoadedVoice
 from serving.http.requests import ForgetfulRequest, check, is_default, options_of, request_of
 from serving.http.schemas import (
     BatchResult,
@@ -29,7 +30,8 @@ from serving.http.schemas import (
 )
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.speech import Speech
-from serving.protocol import Reference, Speak
+from serving.http.voice_choice import VoiceChoice
+from serving.protocol import Speak
 
 RESPONSES = {
     200: ResponseSpec(BatchResults, description="a file or an error for each item"),
@@ -63,7 +65,7 @@ class Batch:
         self.server, self.items, self.id = server, items, id
         self.memory = server.memory.take(0)  # of the results that are ready
         self.last_end_s = time.monotonic()  # when the last item was spoken
-        self.findings: dict[Hashable, asyncio.Task[list[Reference]]] = {}
+        self.findings: dict[Hashable, asyncio.Task[LoadedVoice]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.memory:
@@ -99,18 +101,19 @@ class Batch:
             model_id = model.id
             options = options_of(fields, model)
             check(request, model, self.server)
+            voice = self.server.chosen_voice(request, model)
             if request.service_tier == "auto":
                 request.service_tier = "flex"  # a batch has no listeners
-            return Item(self.server, request, options, model, warnings, self.finding(request, model))
+            finding = self.finding(voice, request, model)
+            return Item(self.server, request, options, model, voice, warnings, finding)
         except (HTTPException, Away) as error:
             return self.failed(index, model_id, error)
 
-    def finding(self, request: SpeechRequest, model: Model) -> asyncio.Task[list[Reference]]:
-        """Return the task that finds the references of a request, and of all that have the same ones."""
-        given = tuple(request.given_references)
-        key = (model.id, request.voice_name, request.reference_field, given)
+    def finding(self, voice: VoiceChoice, request: SpeechRequest, model: Model) -> asyncio.Task[LoadedVoice]:
+        """Return the task that finds the voice of a request, and of all that have the same one."""
+        key = (model.id, voice, tuple(request.given_references))
         if key not in self.findings:
-            find = partial(self.server.references.find, request, model)
+            find = partial(self.server.references.find, voice, request, model)
             self.findings[key] = asyncio.create_task(self.when_there_is_room(find))
         return self.findings[key]
 
@@ -149,7 +152,7 @@ class Batch:
 
 
 class Item(Speech):
-    """One item of a batch: it is spoken into a file, and raises its errors. finding: finds its references."""
+    """One item of a batch: it is spoken into a file, and raises its errors. finding: finds its voice."""
 
     def __init__(
         self,
@@ -157,16 +160,17 @@ class Item(Speech):
         request: SpeechRequest,
         options: dict[str, Any],
         model: Model,
+        voice: VoiceChoice,
         warnings: Sequence[str],
-        finding: asyncio.Task[list[Reference]],
+        finding: asyncio.Task[LoadedVoice],
     ):
-        super().__init__(server, request, options, model, None, warnings)
+        super().__init__(server, request, options, model, voice, None, warnings)
         self.finding = finding
 
     async def message(self) -> Speak:
-        references = await self.finding
+        voice = await self.finding
         self.request.forget_audio()
-        return self.speak_message(references)
+        return self.speak_message(voice)
 
     async def spoken(self) -> bytes:
         """Return the file. Raises the refusal, Away."""

@@ -32,4 +32,5 @@ async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) 
     request.state.model = model.id  # for the metrics, in case the request is refused
     options = options_of(await request.take_json(), model)
     check(data, model, server)
-    return Speech(server, data, options, model, request.state.get("request_id"), warnings)
+    voice = server.chosen_voice(data, model)
+    return Speech(server, data, options, model, voice, request.state.get("request_id"), warnings)

@@ -614,7 +614,7 @@ def test_a_shutdown_refuses_an_incomplete_file(mortal):
 def test_a_shutdown_cancels_requests_that_have_not_reached_the_engine(tmp_path, monkeypatch, caplog):
     """A request whose reference is still being read is cancelled and gets 503 too."""
 
-    async def find(self, request, model):
+    async def find(self, voice, request, model):
         await asyncio.sleep(60)
 
     monkeypatch.setattr("serving.http.listener.LAST_WORDS_S", 0)
