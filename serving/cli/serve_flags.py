@@ -140,7 +140,7 @@ class Memory:
         str | None,
         Option(
             help="Paused streams swap their KV cache to this much host memory (4GiB or bytes); with 0 none "
-            "pauses, and each reserves all it can need. Default: three times --kv-memory, at most a quarter "
+            "pauses, and each reserves all it can need. Default: five times --kv-memory, at most a quarter "
             "of host memory.",
             rich_help_panel=MEMORY,
         ),

@@ -128,10 +128,11 @@ class Lifecycle:
 
     def _admit_job(self, job: Job, may_pause: bool) -> bool:
         """Return whether a job got its slot and its pages, which others may be paused for."""
-        uncommitted = self.paging.uncommitted
-        if job.model.admit(job, uncommitted):
+        if not self.paging.may_commit(job.model.num_pages(job.prompt)):
+            return False
+        if job.model.admit(job):
             return True
-        return may_pause and self.paging.make_room(job) and job.model.admit(job, uncommitted)
+        return may_pause and self.paging.make_room(job) and job.model.admit(job)
 
     def _is_in(self, job: Job) -> None:
         """The job has a slot."""

@@ -133,11 +133,10 @@ class ModelWorker:
         """Return the first queued jobs that may have a slot now."""
         return self.queue.candidates(count, self.running.values()) if self.tenants.free else []
 
-    def admit(self, job: Job, max_committed: int) -> bool:
-        """Give a job a slot, and the pages that speech of its text usually takes. max_committed: pages that
-        it may come to need. Return whether there were enough."""
-        committed = self.num_pages(job.prompt)
-        if self.pages.pages.free <= job.pages.too_few or committed > max_committed:
+    def admit(self, job: Job) -> bool:
+        """Give a job a slot, and the pages that speech of its text usually takes. Return whether there were
+        enough."""
+        if self.pages.pages.free <= job.pages.too_few:
             return False
         skips = self.pages.take(job, self._needed(job))
         if skips is None:
@@ -146,7 +145,7 @@ class ModelWorker:
         self.queue.jobs.remove(job)
         self.counters.admit(self.clock() - job.queued_s)
         job.slot = self.tenants.free.pop()
-        job.pages.committed = committed
+        job.pages.committed = self.num_pages(job.prompt)
         self.running[job.slot] = job
         is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
         listener = replace(job.listener, is_reproducible=is_reproducible)

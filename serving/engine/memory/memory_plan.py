@@ -80,7 +80,7 @@ def usual_kv_bytes(family: Family[Any], slots: int) -> int:
 
 def usual_swap_bytes(kv_memory_bytes: int) -> int:
     """Return the host's bytes for the pages of paused streams."""
-    return min(3 * kv_memory_bytes, limits.memory_bytes() // 4)
+    return min(5 * kv_memory_bytes, limits.memory_bytes() // 4)
 
 
 def resident_bytes() -> int:

@@ -12,9 +12,13 @@ pause is not heard, as long as the streams together are made in real time.
        └── there are pages again, or its buffer is gone and ──┘
            another one's is larger, which is paused in its place
 
-Pages are never promised twice: all that may come to be needed fits into the arena and the host's memory that
-is set apart. Copying was chosen over prefilling again: it is exact in every dtype and for every family,
-whatever its inputs follow from.
+Pages are never promised twice: all that a pass may come to need fits into the arena and the host's memory
+that is set apart. Of the latter, twice the largest need stays unpromised. A pause copies a whole stream for
+one page of another, and when two streams change places, both are on the host for a moment. So saved pages
+never exceed the limit. (A later pass may need more than the one before it; its listener does not wait.)
+
+Copying was chosen over prefilling again: it is exact in every dtype and for every family, whatever its inputs
+follow from.
 """
 
 from __future__ import annotations
@@ -38,11 +42,12 @@ class Paging:
         self.paused: list[Job] = []
         self.num_pauses = 0
 
-    @property
-    def uncommitted(self) -> int:
-        """Pages that a newcomer may come to need."""
+    def may_commit(self, num: int) -> bool:
+        """Return whether a newcomer may come to need so many pages."""
         running = (job for model in self.models() for job in model.running.values())
-        return self.pages.num_pages + self.max_saved - sum(job.pages.committed for job in running)
+        committed = [num, *(job.pages.committed for job in running)]
+        on_host = max(self.max_saved - 2 * max(committed), 0)
+        return sum(committed) <= self.pages.num_pages + on_host
 
     @property
     def may_admit(self) -> bool:

@@ -89,14 +89,40 @@ def test_nothing_is_paused_if_all_pages_are_reserved():
 
 
 def test_commitments_fit_the_arena_and_the_host():
-    """Each may come to need nine pages; 13, and as many on the host, are there for two."""
-    room = simulation(pages=13, swap_memory_bytes=13 * PAGE_TOKENS * token_bytes(Voice()))
+    """Each may come to need nine pages; 13, and 31 on the host of which 18 stay free, are there for two."""
+    room = simulation(pages=13, swap_memory_bytes=31 * PAGE_TOKENS * token_bytes(Voice()))
     room.model.forecaster.lengths.record(40, 4)
     for seed in range(4):
         room.submit(text(40, seed, max_frames=100))
     room.turn()
     assert len(room.model.running) == 2 and room.engine.pages.free >= 4
     room.run([])
+    at_rest(room)
+
+
+@pytest.mark.parametrize("saved", [5, 13, 31])
+def test_paused_streams_stay_within_the_host_memory(saved):
+    """A stream that holds nearly all pages would be copied for one page of the next."""
+    room = simulation(pages=13, swap_memory_bytes=saved * PAGE_TOKENS * token_bytes(Voice()))
+    room.model.forecaster.lengths.record(40, 4)
+    model, most = room.model, [0]
+    pause = model.pause
+
+    def pause_and_count(job: Job) -> None:
+        pause(job)
+        paused = [job for job in model.running.values() if job.pages.saved is not None]
+        most.append(sum(sum(model.pages.num_written(job)) for job in paused))
+
+    model.pause = pause_and_count
+    listeners = []
+    for seed in range(4):
+        listeners.append(room.submit(text(40, seed, max_frames=100)))
+        for _ in range(40):
+            room.turn()
+    room.run([])
+    assert max(most) <= saved and (saved < 31 or max(most) > 0)
+    for heard in listeners:
+        whole(heard, 100)
     at_rest(room)
 
 

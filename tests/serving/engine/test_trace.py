@@ -245,7 +245,7 @@ def one_voice(
 
 def few_pages(voice: Voice, pages: int) -> dict[str, int]:
     page_bytes = PAGE_TOKENS * token_bytes(voice)
-    return {"kv_memory_bytes": (1 + pages) * page_bytes, "swap_memory_bytes": 3 * pages * page_bytes}
+    return {"kv_memory_bytes": (1 + pages) * page_bytes, "swap_memory_bytes": 5 * pages * page_bytes}
 
 
 def several(is_async: bool, policy: str) -> list[str]:
