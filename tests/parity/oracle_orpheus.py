@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zoo.orpheus import demo
 from zoo.orpheus.reference import Model, frames_of, give_noise
+from zoo.orpheus.tokens import VOCABULARY
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "orpheus"
@@ -66,7 +67,7 @@ def generate(
     prompt = model.prompt(case | {"references": references})
     penalty = case.get("repetition_penalty", 1.3)
     [tokens] = model.generate(prompt, case["max_frames"], 1, do_sample=False, repetition_penalty=penalty)
-    codes = frames_of(tokens)
+    codes = frames_of(tokens, model.words)
     logits = model.lm(torch.tensor([prompt])).logits[0, -1]
     tensors = {"prompt": torch.tensor(prompt), "tokens": torch.tensor(tokens), "codes": codes.to(torch.int16)}
     tensors["logits"] = logits[::97].clone()  # coprime to 4096: every place is seen
@@ -118,7 +119,7 @@ def main() -> None:
     FIXTURES.mkdir(exist_ok=True)
     write_manifests()
     with tempfile.TemporaryDirectory() as temporary:
-        directory = demo.write(Path(temporary) / "demo", "tiny", SEED, torch.float32)
+        directory = demo.write(Path(temporary) / "demo", "tiny", SEED, torch.float32, vocab_size=VOCABULARY)
         model = Model(directory, torch.float32)
         clip = Path(temporary) / "clip.npz"
         np.savez(clip, samples=record().float().numpy() / 32768, rate_hz=24000)

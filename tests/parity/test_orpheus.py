@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import request_of
-from models import directory, family
+from models import family
 from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.checkpoint.loading import published, weight_normed
+from zoo.checkpoint import loading
+from zoo.checkpoint.loading import weight_normed
 from zoo.orpheus import build, demo, describe, weights
+from zoo.orpheus.tokens import VOCABULARY
 from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "orpheus"
@@ -39,10 +41,22 @@ def clip() -> AudioClip:
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
+def published(tmp_path_factory) -> Path:
+    """A tiny checkpoint with the published vocabulary."""
+    path = tmp_path_factory.mktemp("models") / "orpheus"
+    return demo.write(path, "tiny", dtype=torch.float32, vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def finetuned(published):
+    return zoo.load(published, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def pretrained(published):
     """The same weights in a directory whose name says that they clone."""
-    path = tmp_path_factory.mktemp("models") / "orpheus-3b-0.1-pretrained"
-    path.symlink_to(directory("orpheus", "tiny"))
+    path = published.parent / "orpheus-3b-0.1-pretrained"
+    path.symlink_to(published)
     return zoo.load(path, "cpu", "float32")
 
 
@@ -50,13 +64,13 @@ def test_the_full_size_has_the_published_tensors(tmp_path):
     """255 tensors of the LM, its head among them, and 269 of SNAC; as many values as the published checkpoints have."""
     config, codec, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
     lm, snac = build(config, codec, has_head=True)
-    shapes = published(lm, weights.lm(config, True))
+    shapes = loading.published(lm, weights.lm(config, True))
     assert rows(shapes) == (MANIFESTS / "orpheus.txt").read_text().splitlines()
     assert (
         sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != weights.HEAD)
         == 3_300_867_072
     )
-    shapes = weight_normed(published(snac, weights.codec(codec)))
+    shapes = weight_normed(loading.published(snac, weights.codec(codec)))
     assert (
         rows({demo.published_name(name): shape for name, shape in shapes.items()})
         == (MANIFESTS / "orpheus_snac.txt").read_text().splitlines()
@@ -66,17 +80,17 @@ def test_the_full_size_has_the_published_tensors(tmp_path):
     assert snac.decoder.context == spec.window.lookahead == 3
 
 
-def test_the_demo_is_the_checkpoint_of_the_reference():
-    digest = hashlib.sha256((directory("orpheus", "tiny") / "model.safetensors").read_bytes()).hexdigest()
+def test_the_demo_is_the_checkpoint_of_the_reference(published):
+    digest = hashlib.sha256((published / "model.safetensors").read_bytes()).hexdigest()
     assert digest == json.loads((HERE / "checkpoint.json").read_text())["sha256"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_requests_equal_the_reference(case, pretrained):
+def test_greedy_requests_equal_the_reference(case, finetuned, pretrained):
     """The prompt's ids, the first logits, every code, and the samples with the same noise."""
     expected, asked = found(case), json.loads((HERE / f"{case}.json").read_text())["request"]
     has_clip = "reference" in asked
-    ours = pretrained if has_clip else family("orpheus")
+    ours = pretrained if has_clip else finetuned
     fields = {name: value for name, value in asked.items() if name != "reference"}
     fields |= {"transcript": asked["reference"]} if has_clip else {}
     request = request_of(fields, clip() if has_clip else None)
@@ -111,11 +125,11 @@ def test_a_clip_has_the_codes_of_the_reference(length, pretrained):
     assert pretrained.codec.encode(samples)[0].tolist() == expected[f"encode_{length}.codes"].tolist()
 
 
-def test_the_penalty_is_that_of_transformers():
+def test_the_penalty_is_that_of_transformers(finetuned):
     """Over prompt and output, once per distinct id, whatever the batch holds."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    ours, random = family("orpheus"), torch.Generator().manual_seed(1)
+    ours, random = finetuned, torch.Generator().manual_seed(1)
     state = ours.state(3, 20)
     prompts = [ours.prompt(Request(text=text, voice="tara", max_frames=8)) for text in ("One.", "Two two.")]
     for slot, prompt in zip((2, 0), prompts, strict=True):

@@ -18,7 +18,8 @@ LICENCE = "Apache-2.0 by its model card; derived from Llama 3.2 (Llama 3.2 Commu
 
 
 def claims(path: Path) -> bool:
-    """Return whether this family reads the model directory `path`: a Llama with Orpheus' vocabulary.
+    """Return whether this family reads the model directory `path`: a Llama with Orpheus' vocabulary, by its
+    published size or, if it has other words, by its tokens.
 
     Raises ValueError for a config.json that cannot be read.
     """
@@ -26,8 +27,12 @@ def claims(path: Path) -> bool:
     from zoo.orpheus.config import MODEL
     from zoo.orpheus.tokens import VOCABULARY
 
-    config = read_config(path)
-    return (config.get("model_type"), config.get("vocab_size")) == (MODEL, VOCABULARY)
+    config, tokenizer = read_config(path), path / "tokenizer.json"
+    if config.get("model_type") != MODEL:
+        return False
+    if config.get("vocab_size") == VOCABULARY:
+        return True
+    return tokenizer.is_file() and b'"<custom_token_28683>"' in tokenizer.read_bytes()
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Orpheus:

@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpoint.config import MAX_WIDTH, POSITIONS, STRIDE, WIDTH, ConfigBlock
+from zoo.checkpoint.config import MAX_WIDTH, POSITIONS, STRIDE, VOCABULARY, WIDTH, ConfigBlock
 from zoo.checkpoint.json_files import read_json
 from zoo.hub import codec_directory
 from zoo.nn.llama import LlamaConfig
-from zoo.orpheus.tokens import CODES, COLUMNS, VOCABULARY
+from zoo.orpheus.tokens import CODES, COLUMNS, NUM_MARKED
 
 MODEL = "llama"
 SAMPLE_RATE_HZ = 24_000
@@ -82,16 +82,22 @@ class SnacConfig:
 @dataclass(frozen=True)
 class Config:
     stack: LlamaConfig
+    num_words: int  # ids in front of the special tokens (see tokens.py)
     is_tied: bool
     max_positions: int
+
+    @property
+    def vocabulary(self) -> int:
+        return self.num_words + NUM_MARKED
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Config:
         """Raises ValueError for what is missing or out of range."""
         block = ConfigBlock(values).with_defaults({"tie_word_embeddings": True})
-        block.expect(model_type=MODEL, vocab_size=VOCABULARY)
+        block.expect(model_type=MODEL)
         return cls(
             stack=LlamaConfig.read(block),
+            num_words=block.integer("vocab_size", NUM_MARKED + 1, VOCABULARY[1]) - NUM_MARKED,
             is_tied=block.flag("tie_word_embeddings"),
             max_positions=min(block.integer("max_position_embeddings", 64, POSITIONS[1]), CONTEXT),
         )

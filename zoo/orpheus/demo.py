@@ -1,7 +1,7 @@
 """Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
 without weights.
 
-    write("demo", "tiny")    # 25 megabytes, of which the vocabulary is 20; runs anywhere
+    write("demo", "tiny")    # 8 megabytes, and few words: the width of the vocabulary takes most of the time
     write("mid", "mid")      # 250 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes
 
@@ -23,7 +23,17 @@ from zoo.checkpoint.config import change
 from zoo.checkpoint.synthetic import Rule
 from zoo.nn.llama import config_json
 from zoo.orpheus.config import CODEC_FOLDER, Config, SnacConfig
-from zoo.orpheus.tokens import BEGIN_SPEECH, CODES, END_SPEECH, FIRST_CODE, PLACES, VOCABULARY
+from zoo.orpheus.tokens import (
+    BEGIN_SPEECH,
+    BEGIN_TEXT,
+    CODES,
+    END_OF_LLAMA,
+    END_SPEECH,
+    FIRST_CODE,
+    NUM_MARKED,
+    PLACES,
+    VOCABULARY,
+)
 from zoo.orpheus.vocabulary import special_tokens_map, tokenizer, tokenizer_config
 
 PUBLISHED_CODEC: dict[str, Any] = {
@@ -40,8 +50,9 @@ PUBLISHED_CODEC: dict[str, Any] = {
     "depthwise": True,
 }
 TINY_CODEC = PUBLISHED_CODEC | {"encoder_dim": 4, "decoder_dim": 32, "codebook_dim": 4}
+TINY_WORDS = 512  # bytes and the merged pieces
 SIZES_LM: dict[str, tuple[int, ...]] = {
-    "tiny": (64, 128, 2, 4, 2, 16, VOCABULARY),
+    "tiny": (64, 128, 2, 4, 2, 16, TINY_WORDS + NUM_MARKED),
     "mid": (768, 2048, 12, 12, 4, 64, VOCABULARY),
     "full": (3072, 8192, 28, 24, 8, 128, VOCABULARY),
 }
@@ -79,12 +90,13 @@ def fill(name: str, shape: tuple[int, ...], seed: int, layers: int) -> np.ndarra
     values = synthetic.fill(name, shape, f"orpheus:{seed}", RULES)
     if name == "model.embed_tokens.weight":
         values[:, :PLACES] = 0
+        marks = shape[0] - NUM_MARKED
         for place in range(PLACES):
-            first = FIRST_CODE + CODES * place
+            first = marks + FIRST_CODE + CODES * place
             values[first : first + CODES : LIKELY, PLACES:] *= LOUDER
             values[first : first + CODES, place] = PLACE
-        values[BEGIN_SPEECH, PLACES - 1] = PLACE
-        values[END_SPEECH, 0] = PLACE * ENDS
+        values[marks + BEGIN_SPEECH, PLACES - 1] = PLACE
+        values[marks + END_SPEECH, 0] = PLACE * ENDS
     elif name.startswith("model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
         values[:PLACES] *= 0.01  # nothing else moves the columns of the place
     last = f"model.layers.{layers - 1}.mlp."
@@ -144,19 +156,22 @@ def published_name(name: str) -> str:
     return name
 
 
-def write_texts(directory: str | Path, size: str, codec: dict[str, Any] | None = None, **config: Any) -> Path:
+def write_texts(
+    directory: str | Path, size: str = "tiny", codec: dict[str, Any] | None = None, **config: Any
+) -> Path:
     """Write the JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
     directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content["config.json"], config, "config.json")
     change(content["codec"], codec or {}, f"{CODEC_FOLDER}/config.json")
-    Config.read(content["config.json"])  # before anything is written
+    num_words = Config.read(content["config.json"]).num_words  # before anything is written
     SnacConfig.read(content["codec"])
     (directory / CODEC_FOLDER).mkdir(parents=True, exist_ok=True)
-    generation = {"_from_model_config": True, "bos_token_id": 128000, "eos_token_id": 128001}
+    ends = {"bos_token_id": num_words + BEGIN_TEXT, "eos_token_id": num_words + END_OF_LLAMA}
+    content["config.json"].update(ends)
     texts = {
         "config.json": content["config.json"],
-        "generation_config.json": generation,
-        "tokenizer.json": tokenizer(),
+        "generation_config.json": {"_from_model_config": True} | ends,
+        "tokenizer.json": tokenizer(num_words),
         "tokenizer_config.json": tokenizer_config(),
         "special_tokens_map.json": special_tokens_map(),
         f"{CODEC_FOLDER}/config.json": content["codec"],

@@ -24,7 +24,7 @@ from zoo.orpheus.config import Config
 from zoo.orpheus.prompt import PromptWriter
 from zoo.orpheus.snac import Snac
 from zoo.orpheus.strategy import STRATEGY
-from zoo.orpheus.tokens import CODES, FIRST_CODE, PLACES, STOPS, VOCABULARY
+from zoo.orpheus.tokens import CODES, FIRST_CODE, PLACES, STOPS
 from zoo.request import Request
 from zoo.text.pieces import most_s
 
@@ -36,9 +36,10 @@ class Llama(nn.Module):
 
     def __init__(self, config: Config, has_head: bool):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, config.stack.hidden)
+        self.num_words = config.num_words
+        self.embedding = nn.Embedding(config.vocabulary, config.stack.hidden)
         self.stack = Stack(config.stack)
-        self.head = nn.Linear(config.stack.hidden, VOCABULARY, bias=False) if has_head else None
+        self.head = nn.Linear(config.stack.hidden, config.vocabulary, bias=False) if has_head else None
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -46,12 +47,12 @@ class Llama(nn.Module):
         self.stack.prepare()
         table = self.embedding.weight
         if self.head is None or torch.equal(self.head.weight, table):
-            self.head = nn.Linear(table.shape[1], VOCABULARY, bias=False, device="meta")
+            self.head = nn.Linear(table.shape[1], len(table), bias=False, device="meta")
             self.head.weight = table
         place = torch.arange(PLACES, device=table.device)[:, None]
-        code = torch.arange(VOCABULARY, device=table.device) - FIRST_CODE
+        code = torch.arange(len(table), device=table.device) - self.num_words - FIRST_CODE
         valid = (code >= 0) & (code // CODES == place)  # [7, V]
-        valid[:, list(STOPS)] = place == 0  # a speech ends between two frames
+        valid[:, [self.num_words + stop for stop in STOPS]] = place == 0  # a speech ends between two frames
         self.register_buffer("never", ~valid, persistent=False)
 
 
@@ -72,10 +73,11 @@ class OrpheusState(State):
 
     def __init__(self, family: Orpheus, slots: int, max_frames: int):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        self.num_words = family.config.num_words
         self.add("token", dtype=torch.int64)
         self.add("place", dtype=torch.int64)
         self.add("codes", PLACES, dtype=torch.int64)
-        self.add("seen", VOCABULARY, dtype=torch.bool)
+        self.add("seen", family.config.vocabulary, dtype=torch.bool)
         self.add("temperature")
         self.add("top_k", dtype=torch.int64)
         self.add("top_p", default=1)
@@ -88,9 +90,10 @@ class OrpheusState(State):
         alive = ~self.done[slots]
         place = self.place[slots]
         codes = self.codes[slots]  # [B, 7]
-        stopped = is_stop(token)
+        mark = token - self.num_words  # the special tokens and codes, counted as in tokens.py
+        stopped = is_stop(mark)
         ends = stopped | (self.steps[slots] >= self.last_step[slots])
-        index = token - FIRST_CODE
+        index = mark - FIRST_CODE
         is_code = (index >= 0) & (index < CODES * PLACES)
         theirs = torch.where(is_code, index // CODES, -1)  # the place that the token is for
         filled = torch.where(
@@ -109,12 +112,12 @@ class OrpheusState(State):
         self.done[slots] = self.done[slots] | ends
 
 
-def is_stop(token: Tensor) -> Tensor:
-    """Return which tokens [B] end a speech. Constants are compared one by one: a tensor of them would be copied to
-    the device in each step."""
-    found = token == STOPS[0]
+def is_stop(mark: Tensor) -> Tensor:
+    """Return which tokens [B], counted as in tokens.py, end a speech. Constants are compared one by one: a tensor of
+    them would be copied to the device in each step."""
+    found = mark == STOPS[0]
     for stop in STOPS[1:]:
-        found = found | (token == stop)
+        found = found | (mark == stop)
     return found
 
 
@@ -149,7 +152,7 @@ class Orpheus(Family[OrpheusState]):
         ids = torch.tensor(script.ids)
         guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
         max_frames = frame_cap(self.spec, request, len(ids), guard, steps_per_frame=PLACES)
-        seen = torch.zeros(VOCABULARY, dtype=torch.bool)
+        seen = torch.zeros(self.config.vocabulary, dtype=torch.bool)
         seen[ids] = True
         return Prompt(
             inputs=self.lm.embedding(ids.to(self.device)),
@@ -196,7 +199,8 @@ class Orpheus(Family[OrpheusState]):
 
     def emit(self, state: OrpheusState, slots: Tensor, h: Tensor) -> None:
         """Draw one token per slot. h [B, D], the hidden state at each last position."""
-        noise = gumbel(state.seed[slots], state.steps[slots], range(1), VOCABULARY)[:, 0]  # [B, V]
+        width = self.config.vocabulary
+        noise = gumbel(state.seed[slots], state.steps[slots], range(1), width)[:, 0]  # [B, V]
         how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
         state.take(slots, draw(self.scores(state, slots, h), *how, noise))
 

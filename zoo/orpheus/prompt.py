@@ -30,8 +30,7 @@ from zoo.orpheus.tokens import (
     END_SPEECH,
     END_TEXT,
     PLACES,
-    VOCABULARY,
-    token_id,
+    code_id,
 )
 from zoo.request import Option, Request, RequestError, sampling_options
 
@@ -77,11 +76,13 @@ class PromptWriter:
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.max_tokens = config.max_positions
+        self.num_words = config.num_words
         path = directory / "tokenizer.json"
-        self.tokenize = PlainTokenizer(path, ("<custom_token_0>",), VOCABULARY, "Orpheus")
-        if (found := self.tokenize.special["<custom_token_0>"]) != CUSTOM:
+        self.tokenize = PlainTokenizer(path, ("<custom_token_0>",), config.vocabulary, "Orpheus")
+        expected = config.num_words + CUSTOM
+        if (found := self.tokenize.special["<custom_token_0>"]) != expected:
             raise ValueError(
-                f"{path} has <custom_token_0> at {found}, not {CUSTOM}: this Llama is not Orpheus"
+                f"{path} has <custom_token_0> at {found}, not {expected}: this Llama is not Orpheus"
             )
         self.cloner = cloner
 
@@ -93,10 +94,10 @@ class PromptWriter:
         ids: list[int] = []
         for reference in request.references:
             transcript = self._tokens("transcript", reference.transcript or "")
-            ids += _pair(transcript, self.cloner(reference.clip))
+            ids += self._pair(transcript, self.cloner(reference.clip))
         if said is not None and not request.references:
-            ids += _pair(self._tokens("text", said.text), said.frames)
-        return Script((*ids, *_human(tokens)), len(tokens))
+            ids += self._pair(self._tokens("text", said.text), said.frames)
+        return Script((*ids, *self._human(tokens)), len(tokens))
 
     def _tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text)
@@ -106,19 +107,22 @@ class PromptWriter:
             )
         return tokens
 
+    def _human(self, tokens: list[int]) -> list[int]:
+        before = self._marked(BEGIN_HUMAN, BEGIN_TEXT)
+        return [*before, *tokens, *self._marked(END_TEXT, END_HUMAN, BEGIN_AI, BEGIN_SPEECH)]
 
-def _human(tokens: list[int]) -> list[int]:
-    return [BEGIN_HUMAN, BEGIN_TEXT, *tokens, END_TEXT, END_HUMAN, BEGIN_AI, BEGIN_SPEECH]
+    def _pair(self, tokens: list[int], codes: Tensor) -> list[int]:
+        """codes [F, 7]"""
+        spoken = [
+            code_id(place, code)
+            for frame in codes.tolist()
+            for place, code in zip(range(PLACES), frame, strict=True)
+        ]
+        return [*self._human(tokens), *self._marked(*spoken, END_SPEECH, END_AI)]
 
-
-def _pair(tokens: list[int], codes: Tensor) -> list[int]:
-    """codes [F, 7]"""
-    spoken = [
-        token_id(place, code)
-        for frame in codes.tolist()
-        for place, code in zip(range(PLACES), frame, strict=True)
-    ]
-    return [*_human(tokens), *spoken, END_SPEECH, END_AI]
+    def _marked(self, *marks: int) -> list[int]:
+        """Return the ids of special tokens and codes, which tokens.py counts from the first one behind the words."""
+        return [self.num_words + mark for mark in marks]
 
 
 def voices_of(directory: Path) -> tuple[str, ...]:

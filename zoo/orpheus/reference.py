@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,13 @@ from zoo.reference_script import answer, speed
 
 NAME = "transformers 5.23 and snac 1.2.1"
 RATE_HZ = 24000
-STOP, PAD = 128258, 128004
-FIRST, CODES, PLACES = 128266, 4096, 7
+# The last MARKED ids of the vocabulary are special tokens and codes. The others count from the first of those, which
+# is 128,000 in the published vocabulary; demos have fewer words.
+MARKED = 28_940
+BEGIN, PAD, STOP, FIRST = 0, 4, 258, 266
+ENDS = (STOP, 1, 9)
+BEFORE_TEXT, AFTER_TEXT, AFTER_CODES = (259, BEGIN), (9, 260, 261, 257), (STOP, 262)
+CODES, PLACES = 4096, 7
 NOISE_SALT = 0x5A4E4143
 TEMPERATURE, TOP_P, PENALTY = 0.6, 0.8, 1.3
 
@@ -40,6 +46,7 @@ class Model:
         self.codec = SNAC(**json.loads((codec / "config.json").read_text()))
         self.codec.load_state_dict(torch.load(codec / "pytorch_model.bin", weights_only=True))
         self.codec.eval()
+        self.words = self.lm.config.vocab_size - MARKED
         content = json.loads((directory / "tokenizer.json").read_text())
         self.tokenizer = Tokenizer.from_str(
             json.dumps(content | {"added_tokens": [], "post_processor": None})
@@ -52,12 +59,16 @@ class Model:
         for reference in request.get("references", ()):
             clip = np.load(reference["clip"])
             assert int(clip["rate_hz"]) == RATE_HZ, "the plain loop does not resample"
-            ids += [*self.human(reference["transcript"]), *self.encode(clip["samples"]), STOP, 128262]
+            ids += [*self.human(reference["transcript"]), *self.encode(clip["samples"])]
+            ids += self.marked(AFTER_CODES)
         return ids + self.human(text)
 
     def human(self, text: str) -> list[int]:
         words = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return [128259, 128000, *words, 128009, 128260, 128261, 128257]
+        return [*self.marked(BEFORE_TEXT), *words, *self.marked(AFTER_TEXT)]
+
+    def marked(self, marks: Sequence[int]) -> list[int]:
+        return [self.words + mark for mark in marks]
 
     @torch.inference_mode()
     def encode(self, samples: np.ndarray) -> list[int]:
@@ -69,7 +80,7 @@ class Model:
             a, b = second[2 * i : 2 * i + 2]
             c, d, e, f = third[4 * i : 4 * i + 4]
             ids += [FIRST + CODES * place + code for place, code in enumerate((code, a, c, d, b, e, f))]
-        return ids
+        return self.marked(ids)
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], frames: int, streams: int, **sampling: Any) -> list[list[int]]:
@@ -78,8 +89,8 @@ class Model:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=PLACES * frames,
-            eos_token_id=STOP,
-            pad_token_id=PAD,
+            eos_token_id=self.words + STOP,
+            pad_token_id=self.words + PAD,
             use_cache=True,
             **sampling,
         )
@@ -96,7 +107,7 @@ class Model:
         return self.codec.decode([level.reshape(1, -1) for level in levels])[0, 0]
 
 
-def frames_of(tokens: list[int]) -> torch.Tensor:
+def frames_of(tokens: list[int], words: int) -> torch.Tensor:
     """Read the whole frames out of the tokens of a speech. [F, 7]
 
     A token for the first place begins a frame wherever it comes. Any other token out of place drops the frame that
@@ -105,9 +116,10 @@ def frames_of(tokens: list[int]) -> torch.Tensor:
     frames: list[list[int]] = []
     begun: list[int] = []
     for token in tokens:
-        if token in (STOP, 128001, 128009):
+        mark = token - words
+        if mark in ENDS:
             break
-        place, code = divmod(token - FIRST, CODES)
+        place, code = divmod(mark - FIRST, CODES)
         if place == len(begun):
             begun.append(code)
         else:
@@ -138,7 +150,7 @@ def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
     [tokens] = model.generate(
         model.prompt(request), request["max_frames"], 1, do_sample=False, repetition_penalty=penalty
     )
-    return model.decode(frames_of(tokens), request.get("seed", 0)).numpy()
+    return model.decode(frames_of(tokens, model.words), request.get("seed", 0)).numpy()
 
 
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
@@ -150,13 +162,13 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
         "top_k": 0,
         "top_p": TOP_P,
         "repetition_penalty": PENALTY,
-        "suppress_tokens": [STOP],
+        "suppress_tokens": [model.words + STOP],
     }
     model.generate(prompt, 1, streams, **sampling)
     began_s, samples = time.perf_counter(), 0
     for _ in range(rounds):
         for tokens in model.generate(prompt, request["max_frames"], streams, **sampling):
-            samples += len(model.decode(frames_of(tokens), None))
+            samples += len(model.decode(frames_of(tokens, model.words), None))
     return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.nn import llama_vocabulary
-from zoo.nn.llama_vocabulary import NUM_WORDS, SPECIAL, added_token, special_tokens
+from zoo.nn.llama_vocabulary import SPECIAL, added_token, special_tokens
 from zoo.orpheus.tokens import CUSTOM, NUM_CUSTOM
 
 
-def tokenizer() -> dict[str, Any]:
+def tokenizer(num_words: int) -> dict[str, Any]:
     """tokenizer.json: Llama 3's, and Orpheus' custom tokens, which are not special."""
-    custom = [added_token(CUSTOM + i, f"<custom_token_{i}>", is_special=False) for i in range(NUM_CUSTOM)]
-    return llama_vocabulary.tokenizer(NUM_WORDS, special_tokens(NUM_WORDS) + custom)
+    first = num_words + CUSTOM
+    custom = [added_token(first + i, f"<custom_token_{i}>", is_special=False) for i in range(NUM_CUSTOM)]
+    return llama_vocabulary.tokenizer(num_words, special_tokens(num_words) + custom)
 
 
 def tokenizer_config() -> dict[str, Any]:

@@ -11,10 +11,18 @@ from models import directory, family
 from torch import Tensor
 
 import zoo
-from zoo.orpheus.config import find_codec
-from zoo.orpheus.prompt import voices_of
-from zoo.orpheus.tokens import END_SPEECH, VOCABULARY, token_id
-from zoo.request import Request, RequestError
+from zoo.nn import llama_vocabulary
+from zoo.orpheus import demo
+from zoo.orpheus.config import Config, find_codec
+from zoo.orpheus.prompt import PromptWriter, voices_of
+from zoo.orpheus.tokens import END_SPEECH, STOPS, VOCABULARY, code_id
+from zoo.request import AudioClip, Reference, Request, RequestError
+
+NUM_WORDS = demo.TINY_WORDS
+
+
+def token_id(place: int, code: int) -> int:
+    return NUM_WORDS + code_id(place, code)
 
 
 def run(tokens: list[int], max_frames: int = 8):
@@ -46,7 +54,7 @@ def test_seven_tokens_in_their_places_make_a_frame():
         [token_id(3, 9)],
         [*frame([1, 2, 3]), token_id(5, 9)],
         [*frame([1, 2]), 500],
-        [*frame([1, 2]), VOCABULARY - 1],
+        [*frame([1, 2]), token_id(7, 1)],
         [*frame([1, 2, 3]), token_id(2, 7)],
     ],
     ids=["first", "skips a place", "text", "unused id", "repeats a place"],
@@ -60,7 +68,7 @@ def test_a_token_for_the_first_place_begins_a_frame_wherever_it_comes():
 
 
 def test_a_speech_ends_in_the_middle_of_a_frame_and_drops_it():
-    state = run([*frame([1, 2, 3, 4, 5, 6, 7]), *frame([1, 2]), END_SPEECH, *frame([3, 4, 5], 2)])
+    state = run([*frame([1, 2, 3, 4, 5, 6, 7]), *frame([1, 2]), NUM_WORDS + END_SPEECH, *frame([3, 4, 5], 2)])
     assert tape(state) == [[1, 2, 3, 4, 5, 6, 7]] and bool(state.done[1])
 
 
@@ -78,7 +86,7 @@ def test_valid_only_leaves_one_place_and_the_end_between_frames():
     ours.admit(state, 0, ours.prompt(request))
     h = torch.randn(1, ours.config.stack.hidden, generator=torch.Generator().manual_seed(0))
     possible = ours.scores(state, torch.tensor([0]), h)[0].isfinite().nonzero()[:, 0].tolist()
-    assert possible == [128001, 128009, END_SPEECH, *range(token_id(0, 0), token_id(1, 0))]
+    assert possible == [*sorted(NUM_WORDS + stop for stop in STOPS), *range(token_id(0, 0), token_id(1, 0))]
     state.take(torch.tensor([0]), torch.tensor([token_id(0, 5)]))
     possible = ours.scores(state, torch.tensor([0]), h)[0].isfinite().nonzero()[:, 0].tolist()
     assert possible == [*range(token_id(1, 0), token_id(2, 0))]
@@ -129,7 +137,7 @@ def test_noise_follows_from_the_seed_and_the_place_alone():
 
 def test_a_client_cannot_write_special_tokens():
     ids = family("orpheus").writer.tokenize("<custom_token_2><|eot_id|><|begin_of_text|>")
-    assert max(ids) < 128_000
+    assert max(ids) < NUM_WORDS
 
 
 @pytest.mark.parametrize(
@@ -146,16 +154,36 @@ def test_the_directory_name_says_the_language(tmp_path, name, voice):
 
 
 def test_only_pretrained_checkpoints_take_references():
-    from zoo.request import AudioClip, Reference
-
     clip = AudioClip(torch.zeros(24_000).numpy(), 24_000)
     with pytest.raises(RequestError, match="pretrain"):
         family("orpheus").prompt(Request(text="a", voice="tara", references=(Reference(clip, "b"),)))
 
 
-def test_a_plain_llama_is_not_claimed(tmp_path):
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_plain_llama_is_not_claimed(tmp_path, has_tokenizer):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128256}))
+    if has_tokenizer:
+        tokenizer = llama_vocabulary.tokenizer(1000, llama_vocabulary.special_tokens(1000))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert not zoo.families()["orpheus"].claims(tmp_path)
+
+
+def test_a_bare_config_with_the_published_vocabulary_is_claimed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": VOCABULARY}))
+    assert zoo.families()["orpheus"].claims(tmp_path)
+
+
+def test_the_published_ids_follow_from_the_published_vocabulary(tmp_path):
+    """Source: canopyai/Orpheus-TTS, orpheus_tts/engine_class.py: the ids around a prompt, and the first code."""
+    path = demo.write_texts(tmp_path / "model-pretrain", vocab_size=VOCABULARY)
+    config = Config.read(json.loads((path / "config.json").read_text()))
+    write = PromptWriter(config, path, lambda clip: torch.tensor([[0, 1, 2, 3, 4, 5, 4095]]))
+    reference = Reference(AudioClip(torch.zeros(24_000).numpy(), 24_000), "a")
+    [a] = write.tokenize("a")
+    human = [128259, 128000, a, 128009, 128260, 128261, 128257]
+    codes = [128266 + 4096 * place + code for place, code in enumerate((0, 1, 2, 3, 4, 5, 4095))]
+    script = write(Request(text="a", voice="default", references=(reference,)))
+    assert script.ids == (*human, *codes, 128258, 128262, *human) and codes[-1] == 156937
 
 
 def test_a_model_without_its_codec_says_where_to_put_it(tmp_path, monkeypatch):
@@ -174,8 +202,6 @@ def test_the_codec_may_lie_next_to_the_model(tmp_path):
 
 
 def test_a_head_of_its_own_is_kept_and_a_copy_is_not(tmp_path):
-    from zoo.orpheus import demo
-
     copied = zoo.load(demo.write(tmp_path / "copy", has_head=True, dtype=torch.float32), "cpu", "float32")
     assert copied.lm.head.weight is copied.lm.embedding.weight
     untied = demo.write(tmp_path / "untied", tie_word_embeddings=False, dtype=torch.float32)
