@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 from zoo.request import Request, RequestError
@@ -85,7 +87,7 @@ class Phonemizer:
         quiet = logging.getLogger("zoo.zonos.espeak")
         quiet.setLevel(logging.ERROR)
         try:
-            return self._engine(
+            backend = self._engine(
                 language,
                 preserve_punctuation=True,
                 with_stress=True,
@@ -94,6 +96,20 @@ class Phonemizer:
             )
         except RuntimeError as error:
             raise RequestError("language", f"espeak-ng cannot read {language}: {error}") from None
+        delete_copies(Path(self._engine.library()))
+        return backend
+
+
+def delete_copies(library: Path) -> None:
+    """Delete the copies of espeak-ng's library that this process has loaded.
+
+    phonemizer loads some from temporary directories, and deletes them when the process exits. A process that is killed
+    would leave them, and loaded code needs no file."""
+    maps, temporary = Path("/proc/self/maps"), Path(tempfile.gettempdir()).resolve()
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    for path in {Path(line.split(maxsplit=5)[-1]) for line in lines if "libespeak" in line}:
+        if path.parent.parent == temporary and path != library.resolve():
+            path.unlink(missing_ok=True)
 
 
 def _engine() -> Any:

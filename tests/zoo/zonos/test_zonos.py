@@ -71,6 +71,13 @@ def test_without_the_speaker_encoder_the_model_speaks_and_refuses_references(cop
         ours.prompt(Request(text="a", references=(Reference(CLIP),)))
 
 
+def test_a_killed_process_leaves_no_copy_of_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    reader = Phonemizer()
+    assert reader.read("Good morning.", "en-us") == reader.read("Good morning.", "en-us") != ""
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize("package", ["espeakng_loader", "phonemizer.backend"])
 def test_without_phonemizer_one_line_names_the_extra(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
