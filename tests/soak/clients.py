@@ -20,7 +20,7 @@ import aiohttp
 from serving.tools.load.client import Target, connections
 from tests.soak import answers, hostile
 from tests.soak.answers import NO_STATUS, Refused, Wrong
-from tests.soak.cases import Case, sample, speakable
+from tests.soak.cases import TRANSCRIPT, Case, sample, speakable
 
 SPEECH = "/v1/audio/speech"
 WITHIN_S = 180.0  # a request must end, also a flexible one that waits for all others
@@ -232,7 +232,7 @@ class Client:
         raise Wrong("a deleted voice speaks")
 
     async def uploaded(self, name: str, file_name: str, data: bytes) -> None:
-        form = aiohttp.FormData({"name": name})
+        form = aiohttp.FormData({"name": name, "ref_text": TRANSCRIPT})
         form.add_field("audio_sample", data, filename=file_name)
         async with self.session.post(self.url + "/v1/audio/voices", data=form) as answer:
             check_status(answer, await answer.read())
@@ -258,7 +258,8 @@ class Client:
                 await self.called("DELETE", f"/v1/audio/voices/hostile-{index}")
             else:
                 body = {key: value for key, value in case.body.items() if key != "voice"}
-                _, audio = await self.posted(body | {"ref_audio": base64.b64encode(data).decode()})
+                recording = {"ref_audio": base64.b64encode(data).decode(), "ref_text": TRANSCRIPT}
+                _, audio = await self.posted(body | recording)
                 if not audio:
                     raise Wrong("200 without audio")
         except Refused as refused:

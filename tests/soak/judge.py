@@ -19,6 +19,7 @@ MIN_SAMPLES = 6  # of a third, else there are no curves
 MIN_LOAD_SAMPLES = 200  # of a third, else a curve that follows the load is shown but not judged
 MIN_HEARD = 100  # first audios of a third, else their p95 is not judged
 MAX_BACK_S = 60.0
+MAX_NAMES = 5  # of files, in full
 TOO_FEW = "too few to judge"
 
 
@@ -161,14 +162,18 @@ def idle(run: Run) -> list[Row]:
     before, found = run.idle.get("warm-up"), []
     for part in ("load", "kills"):
         if part in run.idle and before is not None:
-            found.append(idle_again(f"idle after the {part}", before, run.idle[part]))
+            new = set(run.files.get(part, ())) - set(run.files.get("warm-up", ()))
+            found.append(idle_again(f"idle after the {part}", before, run.idle[part], sorted(new)))
     return found
 
 
-def idle_again(name: str, before: Sample, after: Sample | None) -> Row:
+def idle_again(name: str, before: Sample, after: Sample | None, new: Sequence[str] = ()) -> Row:
+    """new: files that were not there before."""
     if after is None:
         return Row(name, 1, 1, "the server does not say what it holds")
     differ = exceeding(before, after)
+    if after.files > before.files:
+        differ[-1] += f" ({', '.join(new[:MAX_NAMES])})"
     for process in PROCESSES:
         was, now = before.processes[process], after.processes[process]
         if now.resident_mib > IDLE_MEMORY.most(was.resident_mib):

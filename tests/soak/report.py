@@ -121,28 +121,34 @@ def markdown(facts: dict[str, Any], run: Run) -> str:
 
 def draw(path: Path, run: Run) -> None:
     """Draw the curves over time. Dotted lines are signals to processes, and grey steps are the load."""
-    figure = Figure(figsize=(9, 13), layout="constrained")
-    panels = figure.subplots(6, sharex=True)
+    figure = Figure(figsize=(9, 17), layout="constrained")
+    drawn = curves_of(run)
+    *panels, last = figure.subplots(len(drawn) + 1, sharex=True)
     at_s = [one.at_s for one in run.samples]
-    drawn: dict[int, tuple[str, dict[str, list[float]]]] = {
-        0: ("memory, MiB", of_processes(run, "resident_mib")),
-        1: ("descriptors", of_processes(run, "descriptors")),
-        2: ("threads", of_processes(run, "threads")),
-        3: (
-            "requests",
-            {state: [one.requests.get(state, 0) for one in run.samples] for state in ("running", "waiting")},
-        ),
-        4: ("pages in use", {"pages": [one.pages for one in run.samples]}),
-    }
-    for panel, (label, lines) in drawn.items():
+    for panel, (label, lines) in zip(panels, drawn.items(), strict=True):
         for name, values in lines.items():
-            panels[panel].plot(at_s, values, label=name, linewidth=1)
-        panels[panel].set(ylabel=label)
-    panels[5].plot(*ttfa_p95(run), marker=".", label="p95")
-    panels[5].set(ylabel="first audio, s", xlabel="seconds", yscale="log")
-    for panel in panels:
+            panel.plot(at_s, values, label=name, linewidth=1)
+        panel.set(ylabel=label)
+    last.plot(*ttfa_p95(run), marker=".", label="p95")
+    last.set(ylabel="first audio, s", xlabel="seconds", yscale="log")
+    for panel in (*panels, last):
         dress(panel, run)
     figure.savefig(path)
+
+
+def curves_of(run: Run) -> dict[str, dict[str, list[float]]]:
+    """Return the lines of each panel, by its label and their names."""
+    states = ("running", "waiting")
+    requests = {state: [one.requests.get(state, 0) for one in run.samples] for state in states}
+    return {
+        "memory, MiB": of_processes(run, "resident_mib"),
+        "descriptors": of_processes(run, "descriptors"),
+        "sockets": of_processes(run, "sockets"),
+        "threads": of_processes(run, "threads"),
+        "requests": requests | {"sessions": [one.sessions for one in run.samples]},
+        "pages in use": {"pages": [one.pages for one in run.samples]},
+        "disk, MiB": {"voices and temporary files": [one.disk_mib for one in run.samples]},
+    }
 
 
 def of_processes(run: Run, name: str) -> dict[str, list[float]]:

@@ -72,6 +72,7 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)  # begin and end
     idle: dict[str, Sample | None] = field(default_factory=dict)  # after each part
+    files: dict[str, list[str]] = field(default_factory=dict)  # on disk after each part
     strikes: list[Strike] = field(default_factory=list)
     num_errors: dict[str, int] = field(default_factory=dict)  # lines of the log, by part
     is_complete: bool = False
@@ -100,6 +101,7 @@ class Soak:
                     await self.drain()
                     await self.delete_voices()
                 self.run.idle[name] = await self.settle(self.run.idle.get("warm-up"))
+                self.run.files[name] = sorted(self.server.disk_files())
             self.run.is_complete = True
         finally:
             watching.cancel()

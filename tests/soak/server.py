@@ -81,15 +81,14 @@ class Soaked(Target):
             if (pids := [pid for pid, line in running.items() if module in line])
         }
 
-    def disk_files(self) -> tuple[int, float]:
-        """Return the number of files in the directories of voices and temporary files, and their MiB."""
-        files = [
-            path
+    def disk_files(self) -> dict[str, int]:
+        """Return the sizes of the files in the directories of voices and temporary files, by their paths."""
+        return {
+            str(path.relative_to(self.directory)): size_bytes(path)
             for name in ("voices", "tmp")
             for path in (self.directory / name).rglob("*")
             if path.is_file()
-        ]
-        return len(files), sum(size_bytes(path) for path in files) / (1 << 20)
+        }
 
 
 def write_demo(directory: Path, family: str, size: str) -> Path:
@@ -182,7 +181,7 @@ def sample(server: Soaked, metrics: str, at_s: float, level: float) -> Sample:
         sum(one.threads for one in others),
     )
     values = summed(metrics)
-    num_files, disk_mib = server.disk_files()
+    files = server.disk_files()
     return Sample(
         at_s,
         level,
@@ -191,8 +190,8 @@ def sample(server: Soaked, metrics: str, at_s: float, level: float) -> Sample:
         values.get("zoo_sessions", 0.0),
         values.get("zoo_pages", 0.0) - values.get("zoo_pages_free", 0.0),
         values.get("zoo_reference_bytes", 0.0),
-        num_files,
-        disk_mib,
+        len(files),
+        sum(files.values()) / (1 << 20),
     )
 
 

@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from models import family
 
 from tests.attack.target import ROOT, command_line, until
 from tests.soak import answers, judge, report
 from tests.soak.answers import Wrong
+from tests.soak.cases import NEED_WORDS, requests_of
 from tests.soak.plan import LEVELS, Plan
 from tests.soak.run import Ended, Run, Strike
-from tests.soak.server import Process, Sample, alive, is_error, summed
+from tests.soak.server import MODELS, Process, Sample, alive, is_error, summed
 
 SPEECH = np.random.default_rng(0).normal(0, 3000, 8000).astype("<i2")
 PLAN = Plan(0, 600.0)
@@ -139,6 +141,14 @@ def test_kills_have_the_time_that_is_left():
     assert load_s + plan.kills_s(load_s) < plan.duration_s
 
 
+def test_recordings_without_their_words_go_only_to_families_that_take_them():
+    needing = [name for name, (of, size) in MODELS.items() if family(of, size=size).spec.needs_transcript]
+    assert sorted(needing) == sorted(NEED_WORDS)
+    clones = {"modes": ["clone"], "options": [], "mixes": False, "voices": []}
+    names = [[name for name, *_ in requests_of(clones | {"family": of})] for of in ("csm", "higgs_v3")]
+    assert ["cloned without words" in of for of in names] == [False, True]
+
+
 # --- the verdict ---
 
 
@@ -158,6 +168,14 @@ def test_an_idle_server_that_holds_more_than_before_fails_the_soak(part, left):
     run.idle[part] = sample(0, **left)
     [row] = [row for row in judge.rows(run) if row.failed]
     assert row.attack == f"idle after the {part}"
+
+
+def test_files_that_are_left_are_named():
+    run = growing(0.0)
+    run.idle["kills"] = replace(sample(0), files=3)
+    run.files = {"warm-up": ["voices/a"], "kills": ["tmp/left", "voices/a"]}
+    [row] = [row for row in judge.rows(run) if row.failed]
+    assert "files 2, then 3 (tmp/left)" in row.seen
 
 
 def test_a_wrong_answer_an_error_in_the_log_and_a_lost_process_fail_the_soak():
