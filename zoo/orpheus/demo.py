@@ -80,8 +80,9 @@ RULES: tuple[Rule, ...] = (
     (r"\.weight_v$", 0.0, 1.0, True),
 )
 LIKELY, LOUDER = 31, 3.0  # every so manieth code is drawn far more often than the others
-PLACE = 10.0  # in the column of a token's place
-ENDS = 1.0  # of that, for the end of speech where a frame begins: a speech has some twenty frames
+PLACE = 10.0  # in the column of a token's place, of two layers; more layers add more to the other columns
+TABLE_WIDTH = 64  # wider rows are softer: a token would only predict itself, by a product with its own row
+ENDS = 1.0  # of that, for the end of speech where a frame begins: as likely as a soft code
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int, layers: int) -> np.ndarray:
@@ -89,14 +90,15 @@ def fill(name: str, shape: tuple[int, ...], seed: int, layers: int) -> np.ndarra
     knows."""
     values = synthetic.fill(name, shape, f"orpheus:{seed}", RULES)
     if name == "model.embed_tokens.weight":
+        values *= (TABLE_WIDTH / shape[1]) ** 0.5
         values[:, :PLACES] = 0
-        marks = shape[0] - NUM_MARKED
+        marks, height = shape[0] - NUM_MARKED, PLACE * (layers / 2) ** 0.5
         for place in range(PLACES):
             first = marks + FIRST_CODE + CODES * place
             values[first : first + CODES : LIKELY, PLACES:] *= LOUDER
-            values[first : first + CODES, place] = PLACE
-        values[marks + BEGIN_SPEECH, PLACES - 1] = PLACE
-        values[marks + END_SPEECH, 0] = PLACE * ENDS
+            values[first : first + CODES, place] = height
+        values[marks + BEGIN_SPEECH, PLACES - 1] = height
+        values[marks + END_SPEECH, 0] = height * ENDS
     elif name.startswith("model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
         values[:PLACES] *= 0.01  # nothing else moves the columns of the place
     last = f"model.layers.{layers - 1}.mlp."

@@ -209,3 +209,9 @@ def test_a_head_of_its_own_is_kept_and_a_copy_is_not(tmp_path):
         ValueError, match=r"no lm_head\.weight, and its config says tie_word_embeddings=false"
     ):
         zoo.load(untied, "cpu", "float32")
+
+
+def test_a_wider_demo_keeps_to_the_places_too(tmp_path):
+    """Rows as loud as those of the narrow one would make it repeat one token, and no frame would be whole."""
+    wide = zoo.load(demo.write(tmp_path / "wide", hidden_size=768, dtype=torch.float32), "cpu", "float32")
+    assert len(zoo.generate(wide, Request(text="a", voice="tara", max_frames=5)).frames) == 5
