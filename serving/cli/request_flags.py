@@ -1,4 +1,4 @@
-"""The flags that describe a request, for `zoo say` and `zoo batch`."""
+"""The flags that describe a request, for `zoo say`, `zoo batch` and `zoo bench`."""
 
 from __future__ import annotations
 

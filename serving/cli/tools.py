@@ -29,6 +29,8 @@ from serving.cli.common import (
     progress_bar,
     readable,
 )
+from serving.cli.request_flags import ModelOptions
+from serving.cli.say import parsed_option
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
@@ -116,6 +118,7 @@ def bench(
     voice: Annotated[
         str | None, Option(help="The model speaks in this preset voice. Default: its first one.")
     ] = None,
+    options: ModelOptions = [],  # noqa: B006
     against: Annotated[
         str | None,
         Option(help="--against reference also measures the reference implementation, on the same work."),
@@ -163,6 +166,7 @@ def bench(
         compile=compile,
         policy=policy,
         voice=voice,
+        options=lambda spec: dict(parsed_option(option, spec) for option in options),
         reference_python=str(reference_python or usual_reference(directory)) if against else None,
         log_line=partial(print, file=sys.stderr, flush=True),
     )

@@ -38,10 +38,10 @@ from serving.engine.schedule.policy import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
 from zoo import kernels
-from zoo.contract import Family, View
+from zoo.contract import Family, Spec, View
 from zoo.nn.linear import FusedLinear
 from zoo.nn.packed import GROUP, NarrowLinear, PackedLinear, can_be_packed, has_16_bits
-from zoo.request import Request
+from zoo.request import Request, Value
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 T = TypeVar("T")
@@ -60,14 +60,18 @@ def bench(
     compile: bool = True,
     policy: str = "streaming",
     voice: str | None = None,
+    options: Callable[[Spec], dict[str, Value]] = lambda spec: {},
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure a closed loop: `streams` requests at once, `rounds` times, each of `frames` frames or fewer if
-    the model ends. The requests use the first of the model's modes. Raises ValueError."""
+    the model ends. The requests use the first of the model's modes. options: returns the options of the requests.
+    Raises ValueError."""
     Policy.named(policy)  # raises for an unknown policy before the run takes minutes
     family = zoo.load(model, device=device, dtype=dtype)
-    given = {} if voice is None else {"voice": voice}
+    given: dict[str, Any] = {"options": options(family.spec)}
+    if voice is not None:
+        given["voice"] = voice
     request = first_request(family, text=TEXT, max_frames=frames, **given)
     if reference_python is not None:
         reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes

@@ -56,6 +56,14 @@ def test_models_without_preset_voices_are_measured_too(name, size):
     assert result["runs"][0]["frames"] == 3
 
 
+def test_the_requests_have_the_given_options(monkeypatch):
+    asked: list[Request] = []
+    monkeypatch.setattr(measured, "drive", lambda *args: asked.append(args[3]) or [])
+    path = str(directory("orpheus", "tiny"))
+    bench(path, device="cpu", compile=False, options=lambda spec: {"valid_only": spec.family == "orpheus"})
+    assert asked[0].options == {"valid_only": True}
+
+
 def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):
     monkeypatch.setattr(zoo, "load", lambda model, device, dtype: with_end(Toy(), 1e9))
     with pytest.raises(RuntimeError, match="the model ended before its first frame"):
