@@ -1,5 +1,5 @@
 # make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise)
-# make test     run all tests
+# make test     install what developers need, and run all tests
 # make lint     check formatting, lint and types
 # make docs     build the documentation in site/
 # make fixtures regenerate the parity fixtures
@@ -17,7 +17,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: serve test lint docs fixtures rehearse voice
 
-serve: $(VENV)/.installed $(MODEL)
+serve: $(VENV)/.serves $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT)
 
 test: $(VENV)/.installed
@@ -41,13 +41,17 @@ voice: $(VENV)/.installed
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)
 
-demo/%: | $(VENV)/.installed
+demo/%: | $(VENV)/.serves
 	$(BIN)/zoo demo-checkpoint $* $@
 
 # Install the pinned torch first; otherwise pip would choose the newest version.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.serves: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, for example: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.serves
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	touch $@

@@ -1,7 +1,7 @@
 """Turn a book in Markdown into one audio file with chapters.
 
     zoo serve
-    python -m examples.audiobook book.md book.m4b --voice slt
+    python examples/audiobook.py book.md book.m4b --voice slt
 
 A chapter begins with a heading. Each chapter is written to a separate file next to the book, so an interrupted run continues
 with the next chapter. At the end the files are joined. The server cuts long text at sentences and keeps one voice.
@@ -27,6 +27,7 @@ import numpy as np
 import sentencex
 import soundfile
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `python examples/...`
 from examples.speaking import checked, connect, run
 
 if TYPE_CHECKING:

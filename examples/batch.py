@@ -1,6 +1,6 @@
 """Speak many lines through a server that also serves listeners, who are not delayed.
 
-    python -m examples.batch lines.txt spoken --voice slt
+    python examples/batch.py lines.txt spoken --voice slt
 
 A full server answers 503 with Retry-After, and this client waits that long. On a machine without listeners, `zoo batch` is
 faster.
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `python examples/...`
 from examples.speaking import Refused, checked, connect, run
 
 PARALLEL = 16

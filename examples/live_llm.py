@@ -1,8 +1,8 @@
 """Speak a language model's answer while it is being written, sentence by sentence.
 
     zoo serve
-    python -m examples.live_llm "Tell me of the sea." --chat http://127.0.0.1:11434/v1 --llm llama3.2 --voice slt
-    any-program-that-writes | python -m examples.live_llm - --voice slt --out told.wav
+    python examples/live_llm.py "Tell me of the sea." --chat http://127.0.0.1:11434/v1 --llm llama3.2 --voice slt
+    any-program-that-writes | python examples/live_llm.py - --voice slt --out told.wav
 
 The first sentence is spoken when the second one begins. While one sentence plays, the next two are generated.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import openai
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `python examples/...`
 from examples.speaking import connect, listener, run, sample_rate_hz, sentences, speak
 
 

@@ -1,7 +1,7 @@
 """A voice agent that can be interrupted: recordings or lines of text in, speech out.
 
-    python -m examples.voice_agent --voice slt                       type; a new line interrupts the answer
-    python -m examples.voice_agent --voice slt --stt http://127.0.0.1:9000/v1     a line may be the path of a recording
+    python examples/voice_agent.py --voice slt                       type; a new line interrupts the answer
+    python examples/voice_agent.py --voice slt --stt http://127.0.0.1:9000/v1     a line may be the path of a recording
 
 It uses three services, each behind OpenAI's API: speech to text (--stt), chat (--chat), and this project's server for speech. An
 interrupted answer is cancelled in all of them, so its slots are freed immediately. The agent remembers only the part of the answer
@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import openai
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `python examples/...`
 from examples.speaking import Hear, connect, listener, run, sample_rate_hz, sentences, speak
 
 SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".m4a", ".webm")

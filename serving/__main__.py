@@ -24,7 +24,7 @@ from serving.cli.common import app, fail
 def main() -> None:
     command = typer.main.get_command(app)
     try:
-        status = command.main(prog_name="zoo", standalone_mode=False)
+        status = command.main(sys.argv[1:] or ["--help"], prog_name="zoo", standalone_mode=False)
     except typer.TyperException as error:
         fail(f"{error.format_message().removesuffix('.')} (see zoo --help)", error.exit_code)
     except ValueError as error:

@@ -103,7 +103,7 @@ def _check_voice(request: Request, spec: Spec, name: str) -> None:
     elif request.voice.lower() not in voices:
         raise RequestError(
             "voice",
-            f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_hint(spec, 'voice')}",
+            f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_instead(spec, 'voice')}",
         )
 
 
@@ -113,7 +113,7 @@ def _check_language(request: Request, spec: Spec, name: str) -> None:
         possible = _listed(spec.languages) if spec.languages else "auto"
         raise RequestError(
             "language",
-            f"{name} has no language {request.language!r}; possible: {possible}{_hint(spec, 'language')}",
+            f"{name} has no language {request.language!r}; possible: {possible}{_instead(spec, 'language')}",
         )
 
 
@@ -145,6 +145,11 @@ def _check_references(request: Request, spec: Spec, name: str) -> None:
 
 def _hint(spec: Spec, param: str) -> str:
     return f": {spec.hints[param]}" if param in spec.hints else ""
+
+
+def _instead(spec: Spec, param: str) -> str:
+    """Return the hint behind a list of what is possible."""
+    return f"; {spec.hints[param]}" if param in spec.hints else ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -71,6 +71,14 @@ def _name_of(model: str) -> str:
     return match["name"]
 
 
+def repository_of(model: str) -> str | None:
+    """Return the repository ORG/NAME of a model from the Hub, without its revision and adapter; None for a
+    directory."""
+    base, _ = split_adapter(model)
+    match = _REPOSITORY.fullmatch(base)
+    return None if match is None or Path(base).is_dir() else match["id"]
+
+
 def _fetched(repository: str, revision: str | None) -> Path:
     """Download a repository, without weights that it holds twice, and return its directory. Raises
     ValueError."""

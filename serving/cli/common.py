@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
-from zoo.hub import name_of, resolved
+from zoo.hub import name_of, repository_of, resolved
 
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
@@ -166,6 +166,18 @@ def named_directory(model: str) -> tuple[str, str]:
     if not name:
         raise ValueError(f"{model!r} has no name before '='; use MODEL or NAME=MODEL")
     return name, resolved(named)
+
+
+def repository_names(models: list[str]) -> dict[str, str]:
+    """Return the name for clients of each model from the Hub, by its repository. Two models of one repository
+    (with different adapters) leave it to the first."""
+    names: dict[str, str] = {}
+    for model in models:
+        name, equals, named = model.partition("=")
+        is_named = bool(equals) and not Path(model).is_dir()
+        if (repository := repository_of(named if is_named else model)) is not None:
+            names.setdefault(repository, name if is_named else name_of(model))
+    return names
 
 
 def named_directories(models: list[str]) -> dict[str, str]:

@@ -310,7 +310,7 @@ def check(load: LoadFlags, formats: list[str], plot: Path | None) -> None:
         )
     needed = ["aiohttp"] + ["matplotlib"] * (plot is not None)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"zoo load needs {' and '.join(missing)}: pip install 'speechzoo[load]'")
+        raise ValueError(f"zoo load needs {' and '.join(missing)}: pip install -e '.[load]'")
 
     from serving.tools.load.samples import FORMATS
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from serving.cli.common import app, named_directories, num_bytes
+from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
 from zoo import SMALL_VOICE
@@ -57,7 +57,7 @@ def serve(
         otel=logs.otel,
         replicas=replicas.settings(),
         model=model.options(),
-        aliases=model.names(served),
+        aliases=model.names(served, repository_names(models)),
         memory=memory.settings(),
         latency=latency.settings(),
         limits=limits.settings(security.allow_url_references, num_bytes(memory.http_memory)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,8 +107,8 @@ class Model:
         bool,
         Option(
             "--strict",
-            help="The server refuses OpenAI's names (tts-1, alloy, ...); otherwise they mean its only model "
-            "and first voice, with an x-warning header.",
+            help="The server refuses OpenAI's names (tts-1, alloy, ...) and fields of other servers; otherwise the "
+            "names mean its only model and first voice, and the fields are ignored, with an x-warning header.",
             rich_help_panel=MODEL,
         ),
     ] = False
@@ -124,10 +124,12 @@ class Model:
             self.warm,
         )
 
-    def names(self, served: Iterable[str]) -> settings.Aliases:
-        """Return the aliases of the served models and of voices. Raises ValueError."""
+    def names(self, served: Iterable[str], repositories: Mapping[str, str] = {}) -> settings.Aliases:
+        """Return the aliases of the served models and of voices. repositories: the model of each repository of
+        the Hub. Raises ValueError."""
         voices = aliases_of("--alias-voice", "NAME=VOICE", self.voice_aliases)
-        return settings.Aliases(model_aliases(self.aliases, served), voices, self.strict)
+        models = {**repositories, **model_aliases(self.aliases, served)}
+        return settings.Aliases(models, voices, self.strict)
 
 
 @dataclass(frozen=True)
@@ -408,7 +410,7 @@ class Replicas:
     def check(self) -> None:
         """Raises ValueError if Ray is needed and not installed."""
         if self.settings().are_on_ray and find_spec("ray") is None:
-            raise ValueError("--replicas and --ray-address need Ray: pip install 'speechzoo[ray]'")
+            raise ValueError("--replicas and --ray-address need Ray: pip install -e '.[ray]'")
 
 
 @dataclass(frozen=True)
@@ -450,7 +452,7 @@ class Logs:
     def check(self) -> None:
         """Raises ValueError if OpenTelemetry is asked for and not installed."""
         if self.otel and find_spec("opentelemetry.sdk") is None:
-            raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
+            raise ValueError("--otel needs OpenTelemetry: pip install -e '.[otel]'")
 
 
 def bounds_of(text: str) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def inspect(
     import zoo
 
     facts = zoo.inspect(model, device)
-    facts["memory"] = memory(model, slots, dtype or "bfloat16", device)
+    facts["memory"] = memory(model, slots, dtype, device)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -86,14 +86,16 @@ def inspect(
     return 0
 
 
-def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, int | str]:
-    """Return the memory plan, or why there is none if a file of weights is missing or wrong."""
+def memory(model: str, slots: int, dtype: str | None, device: str | None) -> dict[str, int | str]:
+    """Return the memory plan, or why there is none if a file of weights is missing or wrong. dtype None: the one
+    that `zoo serve` takes on the device."""
     import torch
 
     import zoo
     from serving.engine.memory.memory_plan import plan
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if where == "cpu" else "bfloat16")
     try:
         made = plan(zoo.load(model, "meta", dtype), slots, is_for_cpu=where == "cpu")
     except ValueError as error:

@@ -38,7 +38,7 @@ def wyoming(
     Text may arrive while the model speaks.
     """
     if find_spec("wyoming") is None:
-        raise ValueError("zoo wyoming needs the package wyoming: pip install 'speechzoo[wyoming]'")
+        raise ValueError("zoo wyoming needs the package wyoming: pip install -e '.[wyoming]'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
     from serving import logs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import structlog
 import torch
@@ -41,7 +42,10 @@ def load(
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")
         with of(name):
-            families[name] = zoo.load(directory, device=device, dtype=dtype)
+            family = families[name] = zoo.load(directory, device=device, dtype=dtype)
+            family.spec = replace(
+                family.spec, name=f"model {name!r}"
+            )  # messages to clients say what they know
     return families
 
 

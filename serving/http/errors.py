@@ -170,7 +170,7 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if field in fields and message == GIVEN_TWICE:
         return refusal(400, f"{field} is given more than once", field)
     if field in fields:
-        return refusal(400, f"{key}: {message.lower()}; {field} takes {fields[field]}", field)
+        return refusal(400, f"{key}: {uncapitalized(message)}; {field} takes {fields[field]}", field)
     if unknown := re.search("unknown field `(.*)`", message):
         return refusal(
             400,
@@ -180,4 +180,10 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
         )
     if missing := re.search("missing required field `(.*)`", message):
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
-    return refusal(400, f"the body must be an object with the field {next(iter(fields))}: {message.lower()}")
+    name = next(iter(fields))
+    return refusal(400, f"the body must be an object with the field {name}: {uncapitalized(message)}")
+
+
+def uncapitalized(message: str) -> str:
+    """Return a message of a library so that it can stand within ours. What the client sent keeps its case."""
+    return message[:1].lower() + message[1:]

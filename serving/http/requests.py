@@ -11,11 +11,26 @@ import msgspec
 from litestar import Request
 from litestar.exceptions import HTTPException
 
-from serving.http.errors import SPEECH, cut, refusal
+from serving.http.errors import SPEECH, cut, refusal, uncapitalized
 from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, Model, SpeechRequest
 from serving.http.server import Server
 
 WHOLE = {"stream": False, "stream_format": "audio"}
+# Fields of the requests of vLLM-Omni, SGLang-Omni, Kokoro-FastAPI and LibreChat that have no meaning here.
+FOREIGN = frozenset(
+    (
+        *("non_streaming_mode", "initial_codec_chunk_frames", "stage_params", "stage_sampling"),
+        *("stream_codec_output", "suppress_bootstrap_silence", "token_count", "duration_tokens"),
+        *(
+            "lang_code",
+            "normalization_options",
+            "volume_multiplier",
+            "download_format",
+            "return_download_link",
+        ),
+        *("backend",),
+    )
+)
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
@@ -54,13 +69,24 @@ def wrong_field(message: str) -> HTTPException:
     what, _, where = message.partition(" - at `$.")
     field = re.split(r"[.\[`]", where)[0]
     if field not in fields:
-        return refusal(400, f"the request must be an object with the field input: {message.lower()}")
-    return refusal(400, f"{field}: {what.lower()}; {field} takes {fields[field]}", field)
+        return refusal(400, f"the request must be an object with the field input: {uncapitalized(message)}")
+    return refusal(400, f"{field}: {uncapitalized(what)}; {field} takes {fields[field]}", field)
 
 
 def is_default(name: str, value: object) -> bool:
     """Whether a shared field is null, which means its default. `options_of` handles null options."""
     return value is None and name in FIELDS[SPEECH]
+
+
+def drop_foreign(body: dict[str, Any], model: Model, server: Server) -> list[str]:
+    """Remove the fields of other servers' clients from a body, and return a warning for each. A strict server
+    leaves them, so that they are refused."""
+    if server.names.is_strict:
+        return []
+    names = sorted(FOREIGN.intersection(body).difference(model.option_names))
+    for name in names:
+        del body[name]
+    return [f"field {name!r} has no meaning here; it is ignored" for name in names]
 
 
 def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:

@@ -30,10 +30,11 @@ class Voice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One reference. audio and ref_audio are two names for the same field."""
+    """One reference. audio, ref_audio and audio_path are names for the same field."""
 
     audio: str | None = None
     ref_audio: str | None = None
+    audio_path: str | None = None
     text: Words | None = None
     speaker: Name | None = None
 
@@ -66,7 +67,10 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Words | None,
         Meta(description="how to speak, in up to 4096 characters, for models that follow instructions"),
     ] = None
-    language: Annotated[Name | None, Meta(description="one of the model's languages (GET /v1/models)")] = None
+    language: Annotated[
+        Name | None,
+        Meta(description="one of the model's languages (GET /v1/models), by name or by code (en, zh-CN)"),
+    ] = None
     task_type: Annotated[
         Literal["CustomVoice", "VoiceDesign", "Base"] | None,
         Meta(
@@ -204,11 +208,11 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return [self._given(item) for item in self.references or ()]
 
     def _given(self, item: ReferenceItem) -> GivenReference:
-        named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
+        named = [audio for audio in (item.audio, item.ref_audio, item.audio_path) if audio is not None]
         if len(named) != 1:
             raise ValueError(
-                "every item of references needs exactly one of audio and ref_audio (two names for the same "
-                "field); "
+                "every item of references needs exactly one of audio, ref_audio and audio_path (names for the "
+                "same field); "
                 f"one item has {len(named)}"
             )
         if item.text is not None and self.ref_text is not None:
@@ -220,7 +224,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         if self.ref_audio is not None:
             self.ref_audio = ""
         for item in self.references or ():
-            item.audio = item.ref_audio = None
+            item.audio = item.ref_audio = item.audio_path = None
 
     def for_engine(self) -> protocol.Request:
         """Return the request with a seed. The voice and the references are missing: voice_choice.py chooses
@@ -297,6 +301,10 @@ class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Meta(description="a proof of the speaker's consent, in up to 4096 characters; stored with the voice"),
     ] = None
     type: Annotated[Literal["audio_sample"], Meta(description="audio_sample")] = "audio_sample"
+    speaker_description: Annotated[
+        Words | None,
+        Meta(description="a description of the voice, in up to 4096 characters; accepted and not stored"),
+    ] = None
 
 
 def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:

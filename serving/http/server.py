@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,8 @@ class Server:
             warnings.append(warning)
             if request.model != id and is_openai_model(request.model):
                 warnings.append(use_openais_rate(request, model))
+                if not self.names.is_strict:
+                    warnings.append(drop_instructions(request, model))
         elif len(models) > 1:
             message = f"model is missing; this server has several: {', '.join(models)}"
             raise refusal(400, message, "model", "missing_field")
@@ -129,14 +132,29 @@ def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:
     return f"pcm is at {OPENAI_PCM_HZ} Hz, as from OpenAI; set sample_rate for another rate"
 
 
+def drop_instructions(request: SpeechRequest, model: Model) -> str | None:
+    """Drop the instructions if the model, which stands in for OpenAI's, takes none. Return a warning."""
+    if request.instructions is None or {"instruct", "design"}.intersection(model.modes):
+        return None
+    request.instructions = None
+    return f"model {model.id!a} takes no instructions; the field is ignored"
+
+
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Check the API key, as a Litestar guard. Raises the refusal."""
-    check_api_key(connection.app.state.server, connection.headers.get("authorization", ""))
+    check_api_key(connection.app.state.server, given_key(connection.headers))
 
 
-def check_api_key(server: Server, given: str) -> None:
-    """Check the API key in an Authorization header. Raises the refusal."""
+def given_key(headers: Mapping[str, str]) -> str | None:
+    """Return the API key in the headers: "Authorization: Bearer KEY" or, as Azure's clients send it,
+    "api-key: KEY"."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("api-key")
+
+
+def check_api_key(server: Server, given: str | None) -> None:
+    """Check an API key. Raises the refusal."""
     api_key = server.api_key
-    if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+    if api_key is not None and not secrets.compare_digest((given or "").encode(), api_key.encode()):
         message = "the Authorization header must be: Bearer, a space, and the API key of this server"
         raise refusal(401, message, code="invalid_api_key")

@@ -29,7 +29,7 @@ from litestar.types import Receive, ReceiveMessage, Send
 
 from serving.audio import encode
 from serving.engine_client import Away
-from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal
+from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal, uncapitalized
 from serving.http.events import (
     AudioDone,
     Config,
@@ -44,7 +44,7 @@ from serving.http.events import (
     client_event,
 )
 from serving.http.listener import STOPPING
-from serving.http.requests import check, is_default, options_of, request_of
+from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.utterance import Idle, Settings, Utterance
@@ -199,6 +199,7 @@ class Session:
             raise refusal(400, "session.config takes no input; send text as input.text", "input")
         request = request_of({"response_format": "pcm", **fields, "input": ""})
         model, warnings = self.server.chosen_model(request)
+        warnings += drop_foreign(fields, model, self.server)
         options = options_of(fields, model)
         check(request, model, self.server)
         voice = self.server.chosen_voice(request, model)
@@ -228,7 +229,7 @@ class Session:
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$.")
             field = where.rstrip("`")
-            raise refusal(400, f"{field}: {what.lower()}; {field} takes {OWN[field]}", field) from None
+            raise refusal(400, f"{field}: {uncapitalized(what)}; {field} takes {OWN[field]}", field) from None
 
     def _configured(self, settings: Settings) -> Configured:
         return Configured(
@@ -341,7 +342,7 @@ def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
     try:
         return client_event.decode(text)
     except msgspec.ValidationError as error:
-        message = f"a message must be an object whose type is one of {EVENTS}: {str(error).lower()}"
+        message = f"a message must be an object whose type is one of {EVENTS}: {uncapitalized(str(error))}"
         raise refusal(400, cut(message, 300), code="invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise refusal(400, f"the message is not valid JSON: {error}", code="invalid_json") from None

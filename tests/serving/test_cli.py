@@ -80,6 +80,11 @@ def test_every_command_has_help(zoo, command):
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
 
 
+def test_zoo_alone_lists_its_commands(zoo):
+    done = zoo()
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == zoo("--help").stdout
+
+
 def test_help_lists_the_commands_in_a_useful_order(zoo):
     listed = re.findall(r"^│ ([a-z][a-z-]+) ", zoo("--help").stdout, re.M)
     assert tuple(listed) == COMMANDS
@@ -140,7 +145,6 @@ def test_a_table_of_numbers_is_never_cut(capsys, monkeypatch, terminal):
 
 
 BAD = [
-    ([], "Missing command"),
     (["sing"], "No such command 'sing'"),
     (["serve", "/no/such"], "'/no/such' is not a directory; a model is a directory, or a repository"),
     (["serve", "name=/no/such"], "'/no/such' is not a directory"),
@@ -276,6 +280,8 @@ def test_inspect(zoo, checkpoint):
     done = zoo("inspect", checkpoint, "--json")
     facts = json.loads(done.stdout)
     assert (facts["family"], facts["sample_rate_hz"]) == ("qwen3_tts", 24000) and "vivian" in facts["voices"]
+    on_cpu = json.loads(zoo("inspect", checkpoint, "--json", "--device", "cpu").stdout)
+    assert on_cpu["memory"]["dtype"] == "float32"  # as `zoo serve` takes it there
     table = zoo("inspect", checkpoint).stdout
     assert "qwen3_tts" in table and "vivian" in table and f"{facts['parameters']:,}" in table
     for name, option in facts["options"].items():

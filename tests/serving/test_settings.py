@@ -5,7 +5,7 @@ import pytest
 from shell import zoo
 
 from serving import supervisor
-from serving.cli import serve_flags
+from serving.cli import common, serve_flags
 from serving.engine.engine_process import Options
 from serving.settings import EngineArguments, HTTPArguments, Settings
 
@@ -119,6 +119,13 @@ def test_host_names_are_those_that_were_given(started, tmp_path):
     assert settings.security.allowed_hosts == ("a",)
 
 
+def test_a_model_from_the_hub_is_also_served_under_its_whole_name(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "resolved", lambda model: str(tmp_path))
+    settings, _ = started("org/name@main", "b=org/other", tmp_path, "--alias", "org/other=name")
+    assert settings.aliases.models == {"org/name": "name", "org/other": "name"}  # an alias goes first
+    assert list(settings.models) == ["name", "b", tmp_path.name]
+
+
 def test_swap_memory_may_be_zero(started, tmp_path):
     assert started(tmp_path, "--swap-memory", "0")[0].memory.swap_memory_bytes == 0
 
@@ -155,4 +162,4 @@ def test_a_wrong_number_of_replicas_is_refused(tmp_path, given):
 def test_without_ray_several_replicas_are_refused_with_what_to_install(tmp_path, monkeypatch, flags):
     monkeypatch.setattr(serve_flags, "find_spec", lambda name: None)
     done = zoo("serve", tmp_path, *flags)
-    assert done.returncode == 2 and "pip install 'speechzoo[ray]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[ray]'" in done.stderr

@@ -15,7 +15,15 @@ from huggingface_hub import errors
 from models import directory
 
 import zoo
-from zoo.hub import IGNORED, TRANSFORMERS_INDEX, local_directory, name_of, resolved, split_adapter
+from zoo.hub import (
+    IGNORED,
+    TRANSFORMERS_INDEX,
+    local_directory,
+    name_of,
+    repository_of,
+    resolved,
+    split_adapter,
+)
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -69,7 +77,7 @@ def refused(model: str, message: str) -> None:
 def test_a_repository_is_fetched(model, repository, revision, asked, tmp_path):
     assert local_directory(model) == tmp_path
     assert asked == [(repository, revision)]
-    assert name_of(model) == repository.partition("/")[2]
+    assert name_of(model) == repository.partition("/")[2] and repository_of(model) == repository
 
 
 def test_a_directory_is_not_fetched(asked, tmp_path, monkeypatch):
@@ -79,6 +87,7 @@ def test_a_directory_is_not_fetched(asked, tmp_path, monkeypatch):
     for model in ("org/name@main", Path("org/name@main"), ".", str(tmp_path)):
         assert local_directory(model) == Path(model)
     assert name_of("org/name@main") == "name@main" and name_of(".") == tmp_path.name
+    assert repository_of("org/name@main") is None and repository_of(".") is None
     assert asked == []
 
 

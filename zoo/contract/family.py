@@ -18,10 +18,12 @@ from zoo.contract.spec import Spec
 from zoo.contract.state import Batch, State, View
 from zoo.nn.keys import prefix_key
 from zoo.request import BLANK, Request, RequestError
+from zoo.text.languages import own_name
 from zoo.text.normalize import normalize
 from zoo.text.pieces import expected_s, language_of, split
 
 S = TypeVar("S", bound=State)
+HAS_WORD = re.compile(r"[^\W_]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +118,7 @@ class Family(nn.Module, ABC, Generic[S]):
 
         The seed of piece i is derived from the request's seed and i. `max_frames` limits all pieces together.
         """
+        request = understood(request, self.spec)
         pieces = pieces_of(request, self.spec)
         if len(pieces) == 1:
             passes = self.prompts(replace(request, text=pieces[0]))
@@ -177,6 +180,16 @@ class Family(nn.Module, ABC, Generic[S]):
         self.emit(state, slots, h)
         done, finite = state.done[slots].long(), state.finite[slots].long()
         return torch.stack((state.ready[slots], done, state.written[slots], finite), 1)  # [B, 4]
+
+
+def understood(request: Request, spec: Spec) -> Request:
+    """Return the request with the model's own name of its language. Raises RequestError if the text has nothing
+    to speak."""
+    if not request.is_open and request.text.strip(BLANK) and not HAS_WORD.search(request.text):
+        raise RequestError("text", "text has no letter and no digit, so there is nothing to speak")
+    if request.language is None:
+        return request
+    return replace(request, language=own_name(request.language, spec.languages))
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:

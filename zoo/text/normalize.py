@@ -39,7 +39,7 @@ def normalize(text: str, language: str) -> str:
         takes = ", ".join(LANGUAGES.values())
         raise RequestError("normalize", f"normalize is possible in {takes}; the language is {language!r}")
     if find_spec("wetext") is None:
-        instead = "pip install 'speechzoo[text]', or leave normalize out"
+        instead = "pip install -e '.[text]', or leave normalize out"
         raise RequestError("normalize", f"normalize needs wetext, which is not installed here: {instead}")
     stretches = [stretch for sentence in segment(language, text) for stretch in _stretches(sentence)]
     at = [i for i, stretch in enumerate(stretches) if _DIGIT.search(stretch) and not _UNREAD.match(stretch)]

@@ -22,6 +22,7 @@ from typing import Literal
 from sentencex import segment
 
 from zoo.request import Request
+from zoo.text.languages import ISO
 
 # Seconds per character: about 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits
 # and symbols are spoken as words. This is accurate enough to choose where to split, and to notice speech that
@@ -41,11 +42,6 @@ CLAUSE_END = re.compile(
     r"[\"'\u201d\u2019\u00bb\u300d\u300f\uff09)\]]*\s*"
 )
 WORD_END = re.compile(rf"\s+|[{_HAN}{_KANA}]")
-_ISO = {
-    "arabic": "ar", "bengali": "bn", "chinese": "zh", "danish": "da", "dutch": "nl", "english": "en", "finnish": "fi", "french": "fr",
-    "german": "de", "greek": "el", "hindi": "hi", "italian": "it", "japanese": "ja", "korean": "ko", "polish": "pl", "portuguese": "pt",
-    "russian": "ru", "spanish": "es", "swedish": "sv", "turkish": "tr", "ukrainian": "uk", "vietnamese": "vi",
-}  # fmt: skip
 
 
 @cache
@@ -84,7 +80,7 @@ def language_of(request: Request) -> str:
     en."""
     name = (request.language or "auto").lower()
     if name != "auto":
-        return _ISO.get(name, name)
+        return ISO.get(name, name)
     if _HAS_KANA.search(request.text):
         return "ja"
     return "zh" if _HAS_HAN.search(request.text) else "en"

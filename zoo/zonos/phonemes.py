@@ -19,7 +19,7 @@ from zoo.request import Request, RequestError
 from zoo.text.pieces import language_of
 from zoo.zonos.spelling import spell
 
-EXTRA = "pip install 'speechzoo[phonemes]'"
+EXTRA = "pip install -e '.[phonemes]'"
 UNKNOWN, BEGIN, FINISH = 1, 2, 3
 NUM_SPECIAL = 4
 PUNCTUATION = ';:,.!?¡¿—…"«»“”() *~-/\\&'

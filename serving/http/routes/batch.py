@@ -19,7 +19,7 @@ from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
 from serving.http.quota import RETRY_S
 from serving.http.references import LoadedVoice
-from serving.http.requests import ForgetfulRequest, check, is_default, options_of, request_of
+from serving.http.requests import ForgetfulRequest, check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import (
     BatchResult,
     BatchResults,
@@ -99,6 +99,7 @@ class Batch:
             request = request_of(fields)
             model, warnings = self.server.chosen_model(request)
             model_id = model.id
+            warnings += drop_foreign(fields, model, self.server)
             options = options_of(fields, model)
             check(request, model, self.server)
             voice = self.server.chosen_voice(request, model)

@@ -12,7 +12,7 @@ from litestar.types import Receive, Scope, Send, WebSocketScope
 from serving.http.errors import error_of, refusal
 from serving.http.listener import deny
 from serving.http.quota import remember_client
-from serving.http.server import Server, check_api_key
+from serving.http.server import Server, check_api_key, given_key
 from serving.http.session import PATH, Session
 
 SUBPROTOCOL = "speechzoo"
@@ -27,7 +27,7 @@ async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
         raise refusal(426, f"{PATH} is a WebSocket; connect with ws:// or wss://", code="upgrade_required")
     server: Server = scope["litestar_app"].state.server
     try:
-        check_api_key(server, given_key(scope))
+        check_api_key(server, socket_key(scope))
         remember_client(scope)
         place = server.sessions.take()
     except HTTPException as error:
@@ -38,13 +38,10 @@ async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
         await Session(server, receive, send, scope["state"].get("request_id")).run()
 
 
-def given_key(scope: Scope) -> str:
-    """Return the Authorization header, or the equivalent from the subprotocols."""
-    header = ASGIConnection(scope).headers.get("authorization")
+def socket_key(scope: Scope) -> str | None:
+    """Return the API key in the headers or, without one, in the subprotocols."""
     keys = [name.removeprefix(KEY) for name in offered(scope) if name.startswith(KEY)]
-    if header is None and keys:
-        return f"Bearer {keys[0]}"
-    return header or ""
+    return given_key(ASGIConnection(scope).headers) or next(iter(keys), None)
 
 
 def offered(scope: Scope) -> list[str]:
@@ -52,6 +49,7 @@ def offered(scope: Scope) -> list[str]:
 
 
 def chosen(subprotocols: list[str]) -> str | None:
-    """Return one of the offered subprotocols, because clients expect an answer. Never return the key."""
-    possible = [name for name in subprotocols if not name.startswith(KEY)]
+    """Return one of the offered subprotocols: a browser closes the connection if the server chooses none. The key
+    goes back to its sender only if nothing else is offered."""
+    possible = [name for name in subprotocols if not name.startswith(KEY)] or subprotocols
     return SUBPROTOCOL if SUBPROTOCOL in possible else next(iter(possible), None)

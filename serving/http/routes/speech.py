@@ -7,7 +7,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp
 
 from serving.http.errors import SPEECH
-from serving.http.requests import ForgetfulRequest, check, options_of
+from serving.http.requests import ForgetfulRequest, check, drop_foreign, options_of
 from serving.http.schemas import ErrorBody, SpeechRequest
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
@@ -30,7 +30,9 @@ async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) 
     """Speak a text."""
     model, warnings = server.chosen_model(data)
     request.state.model = model.id  # for the metrics, in case the request is refused
-    options = options_of(await request.take_json(), model)
+    body = await request.take_json()
+    warnings += drop_foreign(body, model, server)
+    options = options_of(body, model)
     check(data, model, server)
     voice = server.chosen_voice(data, model)
     return Speech(server, data, options, model, voice, request.state.get("request_id"), warnings)

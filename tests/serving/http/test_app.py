@@ -284,7 +284,12 @@ BAD_FIELDS = [
         "does not support task_type 'Base'; it supports: CustomVoice",
     ),
     ({"input": "x", "task_type": "clone"}, "task_type", "VoiceDesign"),
-    ({"input": "x", "initial_codec_chunk_frames": 1}, "initial_codec_chunk_frames", "no field"),
+    ({"input": "x", "codec_chunk_frames": 1}, "codec_chunk_frames", "no field"),
+    (
+        {"input": "x", "response_format": "MP3"},
+        "response_format",
+        "invalid enum value 'MP3'; response_format",
+    ),
     ({"input": "x", "voice": "carl"}, "voice", "no voice 'carl'; available voices: vivian, ryan$"),
     ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
     (
@@ -643,6 +648,8 @@ def test_only_routes_under_v1_need_the_api_key(tmp_path):
             {},
             {"authorization": "Bearer wrong"},
             {"authorization": KEY},
+            {"api-key": "wrong"},
+            {"authorization": "Bearer wrong", "api-key": KEY},
             {"authorization": "Bearer \u00e9".encode()},
         ):
             for ask in (
@@ -651,7 +658,10 @@ def test_only_routes_under_v1_need_the_api_key(tmp_path):
             ):
                 assert error(ask, 401)["code"] == "invalid_api_key"
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
-        assert server.http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            headers = {"authorization": f"{scheme} {KEY}"}
+            assert server.http.get("/v1/models", headers=headers).status_code == 200
+        assert server.http.get("/v1/models", headers={"API-Key": KEY}).status_code == 200  # Azure's clients
 
 
 @pytest.mark.parametrize("field", ["instructions", "language", "voice", "model", "ref_text", "references"])

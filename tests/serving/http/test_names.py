@@ -121,3 +121,63 @@ def test_a_model_with_an_openai_name_is_used_without_a_warning(tmp_path):
     named = msgspec.structs.replace(MODEL, id="tts-1", voices=["alloy", "ryan"])
     with Server(tmp_path, models=[named]) as server:
         assert reached(server, model="tts-1", voice="alloy") == ("tts-1", "alloy", None)
+
+
+@pytest.mark.parametrize("model", ["gpt-4o-mini-tts", "tts-1"])
+def test_openais_instructions_are_dropped_if_the_model_takes_none(server, model):
+    answer = server.speak("frames 1", model=model, instructions="Cheerfully.")
+    assert answer.status_code == 200
+    assert "model 'fake' takes no instructions; the field is ignored" in answer.headers["x-warning"]
+    assert "instructions" not in server.engine.asked[answer.headers["x-request-id"]]
+
+
+def test_instructions_reach_the_model_that_was_named(server, tmp_path):
+    """The model refuses them if it takes none."""
+    for fields in ({"model": "fake"}, {}):
+        answer = server.speak("frames 1", instructions="Cheerfully.", **fields)
+        assert server.engine.asked[answer.headers["x-request-id"]]["instructions"] == "Cheerfully."
+    follower = msgspec.structs.replace(MODEL, modes=["voice", "instruct"])
+    with Server(tmp_path, models=[follower]) as server:
+        answer = server.speak("frames 1", model="tts-1", instructions="Cheerfully.")
+        assert server.engine.asked[answer.headers["x-request-id"]]["instructions"] == "Cheerfully."
+        assert "instructions" not in answer.headers["x-warning"]
+
+
+def test_a_strict_server_keeps_instructions_for_the_model_to_refuse(tmp_path):
+    with Server(tmp_path, names=Names({"tts-1": "fake"}, {}, is_strict=True)) as server:
+        answer = server.speak("frames 1", model="tts-1", instructions="Cheerfully.")
+        assert server.engine.asked[answer.headers["x-request-id"]]["instructions"] == "Cheerfully."
+
+
+FOREIGN = {"non_streaming_mode": True, "stage_params": {"0": {}}, "initial_codec_chunk_frames": 4}
+
+
+def test_fields_of_other_servers_are_ignored_with_a_warning(server):
+    answer = server.speak("frames 1", **FOREIGN)
+    assert answer.status_code == 200, answer.text
+    warning = answer.headers["x-warning"]
+    assert all(f"field '{name}' has no meaning here; it is ignored" in warning for name in FOREIGN)
+    assert "options" not in server.engine.asked[answer.headers["x-request-id"]]
+    answer = server.http.post("/v1/audio/speech/batch", json={"items": [{"input": "frames 1"}], **FOREIGN})
+    [item] = answer.json()["data"]
+    assert item["error"] is None and item["warning"] == warning
+
+
+def test_a_strict_server_refuses_fields_of_other_servers(strict):
+    fault = error(strict.speak("frames 1", token_count=5), 400)
+    assert (fault["code"], fault["param"]) == ("unknown_field", "token_count")
+
+
+def test_a_voice_of_vllms_client_is_uploaded_with_its_description(tmp_path):
+    with Server(tmp_path, models=[CLONER]) as server:
+        answer = upload(server, speaker_description="a calm voice")
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_reference_may_be_an_audio_path_as_sglangs_clients_send_it(tmp_path):
+    url = "data:audio/wav;base64," + base64.b64encode(recording()).decode()
+    with Server(tmp_path, models=[CLONER]) as server:
+        answer = server.speak("frames 1", references=[{"audio_path": url, "text": "Hm."}])
+        assert answer.status_code == 200, answer.text
+        [reference] = server.engine.messages[answer.headers["x-request-id"]].references
+        assert reference.transcript == "Hm."

@@ -134,12 +134,12 @@ BAD = {
     "an empty item": (
         {"references": [{}]},
         "references",
-        "exactly one of audio and ref_audio .*; one item has 0",
+        "exactly one of audio, ref_audio and audio_path .*; one item has 0",
     ),
     "both names": (
         {"references": [{"audio": BASE64, "ref_audio": BASE64}]},
         "references",
-        "exactly one of audio and ref_audio .*; one item has 2",
+        "exactly one of audio, ref_audio and audio_path .*; one item has 2",
     ),
     "two texts": (
         {"references": [{"audio": BASE64, "text": "a"}], "ref_text": "b"},

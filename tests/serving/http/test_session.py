@@ -662,10 +662,30 @@ def test_a_session_needs_the_api_key(tmp_path):
         assert denied(server, subprotocols=["openai-insecure-api-key.sk-b"]) == (401, "invalid_api_key")
         for how in (
             {"headers": {"authorization": "Bearer sk-a"}},
+            {"headers": {"authorization": "bearer sk-a"}},
+            {"headers": {"api-key": "sk-a"}},
             {"subprotocols": ["speechzoo", "openai-insecure-api-key.sk-a"]},
         ):
             with session(server, **how) as client:
                 client.configure()
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [
+        (["openai-insecure-api-key.sk-a"], "openai-insecure-api-key.sk-a"),
+        (["openai-insecure-api-key.sk-a", "realtime"], "realtime"),
+        (["openai-insecure-api-key.sk-a", "realtime", "speechzoo"], "speechzoo"),
+    ],
+)
+def test_a_browser_gets_one_of_the_subprotocols_that_it_offered(tmp_path, offered, chosen):
+    """Otherwise it closes the connection. The key comes back only if nothing else was offered."""
+    with (
+        Server(tmp_path, api_key="sk-a") as server,
+        session(server, subprotocols=offered) as client,
+    ):
+        assert client.socket.subprotocol == chosen
+        client.configure()
 
 
 def test_pages_of_other_sites_cannot_open_a_session(tmp_path):

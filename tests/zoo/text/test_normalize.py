@@ -56,7 +56,7 @@ def test_a_language_without_rules_is_refused():
 
 def test_without_wetext_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"pip install 'speechzoo\[text\]'"):
+    with pytest.raises(RequestError, match=r"pip install -e '\.\[text\]'"):
         normalize("3", "en")
 
 
