@@ -35,18 +35,19 @@ def generate(
     noise = None if noise is None else _fitting(noise, family)
     if noise is not None:
         max_frames = min(len(noise), max_frames or len(noise))
-    passes, spoken = family.passes(request), list[Speech]()
+    passes, spoken, samples = family.passes(request), list[Speech](), list[Tensor]()
     prompt: Prompt | None = next(passes)
     while prompt is not None:
         if max_frames is not None:
             prompt.max_frames = min(prompt.max_frames, max_frames)
         spoken.append(speak_pass(family, prompt, noise))
+        samples += (torch.zeros(prompt.silence_before), spoken[-1].samples, torch.zeros(prompt.silence_after))
         if family.spec.shares_turns:
             family.end_turn(prompt, spoken[-1].frames)
         prompt = None if prompt.is_final else following(passes, spoken[-1].frames)
     return Speech(
         frames=torch.cat([speech.frames for speech in spoken]),
-        samples=torch.cat([speech.samples for speech in spoken]),
+        samples=torch.cat(samples),
         sample_rate_hz=family.spec.sample_rate_hz,
         text="".join(speech.text for speech in spoken),
     )

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serving.engine.device.streams import AsyncCopy
-from serving.engine.events import Event, Failed, Finished, Spoken, Text
+from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.protocol import Listener
 from zoo.contract import Family, Prompt
 
@@ -170,6 +171,14 @@ class Job:
         if self.listener.wants_timestamps and self.prompt.text and past.num_samples > past.num_reported:
             self.deliver(Spoken(self.prompt.text, past.num_reported, past.num_samples))
         past.num_reported = past.num_samples
+
+    def pause(self, num_samples: int) -> None:
+        """Deliver silence before or behind a pass. It belongs to no frame and to no piece of the text."""
+        if not num_samples:
+            return
+        self.deliver(Audio(np.zeros(num_samples, np.float32), 0))
+        self.past.num_samples += num_samples
+        self.past.num_reported = self.past.num_samples
 
     def next_pass(self, prompt: Prompt) -> None:
         """Go on with the next pass: this one is spoken."""

@@ -150,6 +150,7 @@ class Lifecycle:
         of this pass."""
         job.model.record_pass(job)
         job.report_pass()
+        job.pause(job.prompt.silence_after)
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.prompt.is_final:

@@ -150,6 +150,8 @@ class ModelRound:
             self.not_finite.add(job)
         if job in self.not_finite:
             return
+        job.pause(job.prompt.silence_before)
+        job.prompt.silence_before = 0
         job.deliver(Audio(samples, frames))
         job.past.num_samples += len(samples)
         if not len(samples) or job.past.is_heard:

@@ -51,7 +51,12 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/audio/speech. These fields are the same for all models. Other fields are options
     of the model (GET /v1/models). A field that is missing or null has its default."""
 
-    input: Annotated[str, Meta(description="the text to speak")]
+    input: Annotated[
+        str,
+        Meta(
+            description='the text to speak; [pause:1.5s] or <break time="1.5s"/> in it is that much silence'
+        ),
+    ]
     model: Annotated[
         Name | None,
         Meta(description="the ID of a served model (GET /v1/models); required if the server has several"),

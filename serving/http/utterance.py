@@ -32,6 +32,8 @@ from serving.http.sentences import PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
 from serving.http.voice_choice import VoiceChoice
+from zoo.request import RequestError
+from zoo.text.pauses import Part, check_total, is_pause, next_part
 
 REFUSED = 400
 
@@ -142,6 +144,7 @@ class Utterance:
         self.came = asyncio.Event()
         self.is_over = False
         self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0
+        self.silence_s = 0.0  # of the pauses so far
         self.was_cut = False  # whether the frame limit ended it
         self.voice = settings.loaded
         self.pcm = bytearray()  # of the current segment, if its voice is to be kept
@@ -163,9 +166,10 @@ class Utterance:
         self.ended_s = time.perf_counter()
         self.came.set()
 
-    async def more(self) -> str | None:
-        """Wait for text, and return all that is new; None at the end. Raises Idle."""
-        while self.num_taken == len(self.text):
+    async def more(self) -> Part | None:
+        """Wait for text, and return what is new up to the next pause, or that pause; None at the end. Raises the
+        refusal, Idle."""
+        while not (part := self._next_part()).text:
             if self.ended_s is not None:
                 return None
             self.came.clear()
@@ -173,8 +177,14 @@ class Utterance:
                 await asyncio.wait_for(self.came.wait(), self.server.limits.text_idle_s)
             except TimeoutError:
                 raise Idle from None
-        text, self.num_taken = self.text[self.num_taken :], len(self.text)
-        return text
+        self.num_taken += len(part.text)
+        return part
+
+    def _next_part(self) -> Part:
+        try:
+            return next_part(self.text[self.num_taken :], is_whole=self.ended_s is not None)
+        except RequestError as error:
+            raise refusal(400, str(error), "text") from None
 
     # Speech.
 
@@ -211,15 +221,18 @@ class Utterance:
         return None if then_s is None else round(1000 * (then_s - self.began_s), 1)
 
     async def _speak_sentences(self) -> None:
-        sentences, has_spoken, text = Sentences(), False, await self.more()
+        sentences, has_spoken = Sentences(), False
         while self.frames_left != 0:
-            for sentence in sentences.rest() if text is None else sentences.more(text):
+            part = await self.more()
+            is_more = part is not None and not is_pause(part)
+            for sentence in sentences.more(part.text) if part is not None and is_more else sentences.rest():
                 if self.frames_left != 0:
                     await self._speak_segment(self._segment(sentence, is_open=False))
                     has_spoken = True
-            if text is None:
+            if part is None:
                 break
-            text = await self.more()
+            if not is_more:
+                await self._pause(part.silence_s)
         if not has_spoken:
             raise refusal(400, "the utterance has no text", "text")
 
@@ -245,13 +258,16 @@ class Utterance:
             raise refusal(400, "the utterance has no text", "text")
 
     async def _first(self) -> str | None:
-        """Wait for text that is not blank; None if the utterance ends without any."""
+        """Wait for text that is not blank, and make the pauses before it; None if the utterance ends without any."""
         first = ""
         while not first.strip():
-            text = await self.more()
-            if text is None:
+            part = await self.more()
+            if part is None:
                 return None
-            first += text
+            if is_pause(part):
+                await self._pause(part.silence_s)
+            else:
+                first += part.text
         return first
 
     def _of_pass(self, ending: PassEnd, text: str) -> tuple[str, bool]:
@@ -264,11 +280,14 @@ class Utterance:
         return text[:end], True
 
     async def _feed(self, segment: Segment, ending: PassEnd, is_whole: bool) -> None:
-        """Feed text to a request until the text or the pass ends. Raises Idle."""
+        """Feed text to a request until the text or the pass ends, or a pause comes. Raises the refusal, Idle."""
         await segment.asked.wait()
         engine = self.server.engine
         while not is_whole and (new := await self.more()) is not None:
-            text, is_whole = self._of_pass(ending, new)
+            if is_pause(new):
+                self.num_taken -= len(new.text)  # `_first` makes it
+                break
+            text, is_whole = self._of_pass(ending, new.text)
             engine.feed(segment.id, text)
         engine.feed(segment.id, "", is_last=True)
 
@@ -318,6 +337,17 @@ class Utterance:
             self.pcm += pcm[: max(room, 0)]
         self.num_samples += len(pcm) // 2
         await self._send_audio(await self._encode(self.encoder.feed, pcm))
+
+    async def _pause(self, silence_s: float) -> None:
+        """Send silence. Raises the refusal."""
+        self.silence_s += silence_s
+        try:
+            check_total(self.silence_s)
+        except RequestError as error:
+            raise refusal(400, str(error), "text") from None
+        num_samples = round(silence_s * self.settings.model.sample_rate_hz)
+        self.num_samples += num_samples
+        await self._send_audio(await self._encode(self.encoder.feed, bytes(2 * num_samples)))
 
     async def _encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         if self.encoder.is_light:

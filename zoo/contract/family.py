@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from zoo.nn.keys import prefix_key
 from zoo.request import BLANK, Request, RequestError
 from zoo.text.languages import own_name
 from zoo.text.normalize import normalize
+from zoo.text.pauses import HAS_WORD, MARK, stretches
 from zoo.text.pieces import expected_s, language_of, split
 
 S = TypeVar("S", bound=State)
-HAS_WORD = re.compile(r"[^\W_]")
+NOTHING = "text has no letter and no digit, so there is nothing to speak"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,34 +120,41 @@ class Family(nn.Module, ABC, Generic[S]):
         The seed of piece i is derived from the request's seed and i. `max_frames` limits all pieces together.
         """
         request = understood(request, self.spec)
-        pieces = pieces_of(request, self.spec)
+        pieces = paced_pieces(request, self.spec)
         if len(pieces) == 1:
-            passes = self.prompts(replace(request, text=pieces[0]))
-            first = next(passes)
-            if first.is_final and not request.is_open:
-                first.expected_s, first.text = expected_s(pieces[0]), pieces[0]
-            whole: Prompt | None = first
-            while whole is not None:
-                whole = following(passes, (yield whole))
+            yield from self._whole(request, pieces[0])
             return
         left = request.max_frames
         said: Said | None = None
         for i, piece in enumerate(pieces):
             seed = prefix_key(request.seed, i) if i else request.seed
-            asked = replace(request, text=piece, seed=seed, max_frames=None)
+            asked = replace(request, text=piece.text, seed=seed, max_frames=None)
             prompt = self._piece(asked, said)
             if left is not None and left < prompt.max_frames:
                 # The family may have other limits, which follow from this one.
                 prompt = self._piece(replace(asked, max_frames=left), said)
             prompt.is_final = i == len(pieces) - 1
-            prompt.expected_s, prompt.text = expected_s(piece), piece
+            prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
+            prompt.silence_before, prompt.silence_after = piece.before, piece.after
             frames = yield prompt
             if left is not None:
                 left -= len(frames)
                 if left == 0:
                     return
             if self.spec.keeps_voice and not request.references and said is None and len(frames):
-                said = Said(piece, frames.clone())  # a copy, because the slot is reused
+                said = Said(piece.text, frames.clone())  # a copy, because the slot is reused
+
+    def _whole(self, request: Request, piece: Piece) -> Generator[Prompt, Tensor, None]:
+        """Yield the passes of a text of one piece."""
+        passes = self.prompts(replace(request, text=piece.text))
+        prompt: Prompt | None = next(passes)
+        assert prompt is not None, "a text has no pass"
+        prompt.silence_before = piece.before
+        if prompt.is_final and not request.is_open:
+            prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
+        while prompt is not None:
+            prompt.silence_after = piece.after if prompt.is_final else 0
+            prompt = following(passes, (yield prompt))
 
     def _piece(self, request: Request, said: Said | None) -> Prompt:
         """Build the prompt of a piece, in the voice of what was said."""
@@ -182,14 +190,51 @@ class Family(nn.Module, ABC, Generic[S]):
         return torch.stack((state.ready[slots], done, state.written[slots], finite), 1)  # [B, 4]
 
 
+class Piece(NamedTuple):
+    """What one pass speaks, and the samples of silence around it."""
+
+    text: str
+    before: int = 0
+    after: int = 0
+
+
 def understood(request: Request, spec: Spec) -> Request:
-    """Return the request with the model's own name of its language. Raises RequestError if the text has nothing
-    to speak."""
-    if not request.is_open and request.text.strip(BLANK) and not HAS_WORD.search(request.text):
-        raise RequestError("text", "text has no letter and no digit, so there is nothing to speak")
+    """Return the request with the model's own name of its language."""
     if request.language is None:
         return request
     return replace(request, language=own_name(request.language, spec.languages))
+
+
+def paced_pieces(request: Request, spec: Spec) -> list[Piece]:
+    """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a text
+    that has nothing to speak, and for pauses that cannot be made."""
+    if request.is_open or not request.text.strip(BLANK):
+        return [Piece(text) for text in pieces_of(request, spec)]
+    if not MARK.search(request.text):
+        if not HAS_WORD.search(request.text):
+            raise RequestError("text", NOTHING)
+        return [Piece(text) for text in pieces_of(request, spec)]
+    if request.turns or request.conversation:
+        raise RequestError(
+            "text", "text has a pause, which a turn of a conversation cannot make; leave it out"
+        )
+    return _with_pauses(request, spec)
+
+
+def _with_pauses(request: Request, spec: Spec) -> list[Piece]:
+    begin, *parts = stretches(request.text)
+    if not parts:
+        raise RequestError("text", NOTHING)
+    lead = re.match(spec.lead, parts[0].text)
+    prefix = parts[0].text[: lead.end()] if lead is not None else ""
+    whole = replace(request, language=language_of(request)) if request.language is None else request
+    pieces: list[Piece] = []
+    for i, part in enumerate(parts):
+        texts = pieces_of(replace(whole, text=prefix + part.text if i else part.text), spec)
+        pieces += [Piece(text) for text in texts]
+        pieces[-1] = pieces[-1]._replace(after=round(part.silence_s * spec.sample_rate_hz))
+    pieces[0] = pieces[0]._replace(before=round(begin.silence_s * spec.sample_rate_hz))
+    return pieces
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:

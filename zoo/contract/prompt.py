@@ -62,6 +62,8 @@ class Prompt:
     is_final: bool = True  # whether this is certainly the last pass of the answer
     expected_s: float = 0.0  # roughly how long its speech is; 0: unknown
     text: str = ""  # the text of the pass, if known
+    silence_before: int = 0  # samples of silence before the first pass of an answer
+    silence_after: int = 0  # samples of silence behind the speech of this pass
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import Clock, Listener, alone, family, serve
+from models import Clock, Listener, alone, family, manners, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
@@ -375,6 +375,11 @@ def speaker(request, monkeypatch) -> zoo.Family:
     if model.spec.piece_s is None:
         pytest.skip("its texts stay whole")
     monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=4.0))
+    shorten_passes(model, monkeypatch)
+    return model
+
+
+def shorten_passes(model: zoo.Family, monkeypatch) -> None:
     passes = model.passes
 
     def short(request: Request):
@@ -385,7 +390,6 @@ def speaker(request, monkeypatch) -> zoo.Family:
             prompt = following(answer, (yield prompt))
 
     monkeypatch.setattr(model, "passes", short)
-    return model
 
 
 def spoken_in(model: zoo.Family, **fields) -> Request:
@@ -439,6 +443,39 @@ def test_timestamps_say_which_samples_each_piece_took(speaker, report_lag):
         prompt = following(passes, speech.frames)
     assert [event.stop - event.start for event in spoken] == lengths
     assert not any(isinstance(event, Spoken) for event in others)
+
+
+# pauses
+
+
+@pytest.mark.parametrize(
+    "name", ["toy", "toy_guided", *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.families())]
+)
+def test_a_pause_is_silence_of_exactly_its_length(name, monkeypatch):
+    model, events = family(name), []
+    shorten_passes(model, monkeypatch)
+    rate_hz = model.spec.sample_rate_hz
+    way = manners(model.spec)[-1] | {"seed": 3}
+    request = Request(text="[pause:0.25s] One two. <break time='100ms'/> Three four. [pause:.5s]", **way)
+    room = engine(model)
+    place = room.accept("timed", events.append, listener=settings.Listener(wants_timestamps=True))
+    room.prepare(place, lambda: request)
+    run(room)
+    samples = np.concatenate([event.samples for event in events if isinstance(event, Audio)])
+    truth = zoo.generate(model, request)
+    np.testing.assert_allclose(samples, truth.samples, rtol=0, atol=5e-5)
+    spoken = [event for event in events if isinstance(event, Spoken)]
+    ends = [0, *(at for event in spoken for at in (event.start, event.stop)), len(samples)]
+    silences = list(zip(ends[::2], ends[1::2], strict=True))
+    assert [stop - start for start, stop in silences] == [rate_hz // 4, rate_hz // 10, rate_hz // 2]
+    assert not any(samples[start:stop].any() for start, stop in silences)
+    speech = sum(event.stop - event.start for event in spoken)
+    assert speech == sum(len(event.samples) for event in events if isinstance(event, Audio) and event.frames)
+
+
+def test_a_turn_of_a_conversation_makes_no_pause():
+    with pytest.raises(RequestError, match="turn of a conversation"):
+        engine().speak("request", asked(text="One. [pause:1s] Two.", conversation="one"), Listener())
 
 
 def test_a_text_that_stays_whole_is_one_pass(speaker):

@@ -159,6 +159,50 @@ def test_settings_that_the_model_refuses_with_tokens_fall_back_to_sentences(serv
         assert client.error()["param"] == "split_granularity"
 
 
+def silence(length_s):
+    return bytes(2 * round(length_s * RATE_HZ))
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_pause_between_sentences_is_silence_of_its_length(server, size):
+    text = (
+        "[pause:0.5s] frames 3 of one. frames 2 of two [pause:1.25s] <break time='10ms'/> frames 1 [pause:1s]"
+    )
+    with session(server) as client:
+        client.configure()
+        client.say(*(text[at : at + size] for at in range(0, len(text), size)))
+        _, pcm, done = client.heard()
+    expected = silence(0.5) + frames(3) + frames(2) + silence(1.26) + frames(1) + silence(1)
+    assert pcm == expected and done["audio_s"] == round(len(expected) / 2 / RATE_HZ, 4)
+    assert [one["text"] for one in last_asked(server, 3)] == [
+        "frames 3 of one.",
+        "frames 2 of two",
+        "frames 1",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_pause_ends_a_fed_request_and_another_one_follows(server, size):
+    text = "[pause:0.5s] One two <break time='1s'/> three [pause:20ms]"
+    with session(server) as client:
+        client.configure(model="feeder")
+        client.say(*(text[at : at + size] for at in range(0, len(text), size)))
+        pcm = client.heard()[1]
+    assert pcm == silence(0.5) + frames(2) + silence(1) + frames(1) + silence(0.02)
+
+
+@pytest.mark.parametrize("model", ["fake", "feeder"])
+def test_pauses_that_are_too_long_fail_the_utterance(server, model):
+    with session(server) as client:
+        client.configure(model=model)
+        client.say("[pause:11s] One.")
+        assert "a pause lasts up to 10 s" in client.error(1)["message"]
+        client.say("[pause:10s]" * 7)
+        client.event("audio.start")
+        assert sum(len(client.audio()) for _ in range(6)) == len(silence(60))
+        assert "up to 60 s are possible" in client.error(2)["message"]
+
+
 def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
     """No request is longer than the model speaks well."""
     short = msgspec.structs.replace(FEEDER, piece_s=1.0)
