@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,15 +81,23 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     raise ValueError(f"{path} has model_type {read_config(path).get('model_type')!r}; {names}")
 
 
-def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
+def load(
+    model: str | Path,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    keeps_bf16: bool = False,
+) -> Family:
     """Load a model (see `find`) with its weights. Raises ValueError.
 
     device None: the GPU if there is one. dtype: float32 or bfloat16, as a torch dtype or by name; None:
     bfloat16 on a GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for
-    families that take one.
+    families that take one. keeps_bf16: a float32 model on a CPU keeps large weights that are published in
+    bf16 as they are. It computes the same numbers with half the memory, and is slow until
+    `zoo.nn.packed.pack`.
     """
     import torch
 
+    from zoo.checkpoint.loading import bf16_kept
     from zoo.hub import split_adapter
 
     base, adapter = split_adapter(model)
@@ -107,7 +116,10 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
     # fp32 means fp32: a reference's codes can depend on the last bits
     torch.backends.cudnn.allow_tf32 = False
-    return family.load(path, where, getattr(torch, name), adapter)
+    # an adapter changes weights, which then have more bits
+    is_kept = keeps_bf16 and where.type != "cuda" and adapter is None
+    with bf16_kept() if is_kept else nullcontext():
+        return family.load(path, where, getattr(torch, name), adapter)
 
 
 def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from serving.cli.common import MODEL, Compile, Device, DType, SpeechModel, app, progress_bar, recording
+from serving.cli.common import (
+    MODEL,
+    Compile,
+    Device,
+    DType,
+    SpeechModel,
+    Weights,
+    app,
+    progress_bar,
+    recording,
+)
 from serving.cli.flags import with_groups
 from serving.cli.request_flags import ModelOptions, RequestFlags
 from serving.cli.say import parsed_option
@@ -30,6 +40,7 @@ class EngineFlags:
 
     device: Device = None
     dtype: DType = None
+    weights: Weights = "published"
     max_slots: Annotated[
         int | None,
         Option(
@@ -88,6 +99,8 @@ def batch(
     directory = resolved(model)
     base = lines.absolute().parent
     common = (directory, running.dtype, form, options)
+    if running.weights != "published":
+        common = (*common, running.weights)
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
     results = tool.Results(out)
     tally = tool.Tally()
@@ -158,10 +171,10 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
         policy="throughput",
     )
     slots, kv_memory_bytes = sizes(plan)
-    family = zoo.load(directory, device=running.device, dtype=running.dtype)
+    family = zoo.load(directory, device=running.device, dtype=running.dtype, keeps_bf16=True)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
-    prepare_for_host(family, compile=running.compile)
+    prepare_for_host(family, compile=running.compile, weights=running.weights)
     engine = Engine(
         family,
         max_slots=slots,

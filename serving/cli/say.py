@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from serving.cli.common import Device, DType, SpeechModel, app, fail, plural, recording
+from serving.cli.common import Device, DType, SpeechModel, Weights, app, fail, plural, recording
 from serving.cli.flags import with_groups
 from serving.cli.request_flags import ModelOptions, RequestFlags
 from zoo import SMALL_VOICE
@@ -67,6 +67,7 @@ def say(
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
+    weights: Weights = "published",
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
@@ -75,10 +76,14 @@ def say(
     references = [] if asked.reference is None else [recording(asked.reference)]
 
     import zoo
+    from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.wire import reference_of
     from serving.protocol import Reference
 
-    family = zoo.load(directory, device=device, dtype=dtype)
+    is_rounded = weights != "published"
+    family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=is_rounded)
+    if is_rounded:
+        prepare_for_host(family, weights=weights)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     request = zoo.Request(

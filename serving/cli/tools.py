@@ -97,7 +97,8 @@ def memory(model: str, slots: int, dtype: str | None, device: str | None) -> dic
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if where == "cpu" else "bfloat16")
     try:
-        made = plan(zoo.load(model, "meta", dtype), slots, is_for_cpu=where == "cpu")
+        is_for_cpu = where == "cpu"
+        made = plan(zoo.load(model, "meta", dtype, keeps_bf16=is_for_cpu), slots, is_for_cpu=is_for_cpu)
     except ValueError as error:
         return {"unknown": str(error)}
     parts = asdict(made) | {"total": made.total}

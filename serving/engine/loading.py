@@ -42,10 +42,9 @@ def load(
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")
         with of(name):
-            family = families[name] = zoo.load(directory, device=device, dtype=dtype)
-            family.spec = replace(
-                family.spec, name=f"model {name!r}"
-            )  # messages to clients say what they know
+            family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=True)
+            family.spec = replace(family.spec, name=f"model {name!r}")  # in messages to clients
+            families[name] = family
     return families
 
 
@@ -66,7 +65,8 @@ def cpu_slots(options: Options) -> int:
     that are listened to must all be made in real time."""
     if options.policy != "throughput":
         return CPU_SLOTS
-    shapes = [zoo.load(path, "meta", options.dtype or "float32") for path in options.models.values()]
+    dtype = options.dtype or "float32"
+    shapes = [zoo.load(path, "meta", dtype, keeps_bf16=True) for path in options.models.values()]
     try:
         slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
     except ValueError:  # not even one: loading says what is possible

@@ -362,6 +362,18 @@ def test_say_normalizes_and_splits_texts_if_asked(zoo, checkpoint, tmp_path):
     assert say("It hums and hums. " * 60) != say("It hums and hums. " * 60, "--no-split-text")
 
 
+def test_say_rounds_weights_only_if_asked(zoo, checkpoint, tmp_path, monkeypatch):
+    prepared = []
+
+    def prepare_for_host(family, weights):  # the real one compiles kernels
+        prepared.append(weights)
+
+    monkeypatch.setattr("serving.engine.device.prepare_for_host.prepare_for_host", prepare_for_host)
+    how = "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--max-new-tokens", 2, "--voice", "vivian"
+    assert zoo("say", *how).returncode == 0 and prepared == []
+    assert zoo("say", *how, "--weights", "int8").returncode == 0 and prepared == ["int8"]
+
+
 def test_say_writes_no_file_without_audio(zoo, checkpoint, tmp_path, monkeypatch):
     def generate(family, request):
         return Speech(torch.zeros(0, 16), torch.zeros(0), 24000)

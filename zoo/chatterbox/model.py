@@ -32,6 +32,7 @@ from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_c
 from zoo.nn.conv import CodecState
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
+from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.hift import Place
 from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
 from zoo.nn.s3.stretch import may_follow_values
@@ -113,7 +114,7 @@ class Chatterbox(Family[ChatterboxState]):
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.t3, self.flow, self.vocoder = t3, flow, vocoder
         self.writer, self.voice, self.cloner = writer, voice, cloner
-        self.dtype, self.device = t3.head.weight.dtype, t3.head.weight.device
+        self.dtype, self.device = dtype_of(t3.head), t3.head.weight.device
         self.voice_rows: References[VoiceRows] = References()
 
     # on the host, outside the engine's loop

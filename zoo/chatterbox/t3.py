@@ -125,7 +125,7 @@ class T3(nn.Module):
         rows = self.text(ids)
         if self.config.is_gpt2:
             return rows, rows[:0]
-        positions = self.text_positions.weight[: len(ids)]
+        positions = self.text_positions.weight[: len(ids)].to(rows.dtype)
         return rows + positions, positions
 
     def begin_rows(self) -> Tensor:

@@ -6,7 +6,9 @@ the files: nothing is guessed, nothing is left over.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +17,16 @@ from torch import Tensor, nn
 
 from zoo.checkpoint.tensor_files import Header, TensorFile, contents, open_file
 from zoo.nn.linear import Parted
+from zoo.nn.narrow import Layer, NarrowLayer, narrow
 
 Table = Mapping[str, str]
 Change = Callable[[str, Tensor], Tensor]  # a published name and its tensor -> the tensor to load
 Shape = tuple[int, ...]
 FLOATS = ("float32", "bfloat16", "float16")
 MAX_PROBLEMS = 8  # the most problems that one error lists
+LEAST_NUMBERS = 128 << 10  # of a weight that may stay in bf16
+PORTION_BYTES = 256 << 20  # that are mapped at once
+_keeps_bf16 = ContextVar("keeps_bf16", default=False)
 _PART = re.compile(r"(.+)\[(\d+)\]$")
 
 
@@ -62,12 +68,12 @@ def load(
         del expected[name]
     check(expected, found, source)
     wanted = {theirs: ours for theirs, ours in table.items() if not _is_in(ours, skip)}
+    _keep_bf16(module, wanted, found, dtype)
     _allocate(module, wanted, device, dtype, fp32)
-    for path in dict.fromkeys(header.path for header in found.values()):
-        inside = {theirs: ours for theirs, ours in wanted.items() if found[theirs].path == path}
+    for path, inside in _portions(wanted, found):
         file = open_file(path)
         _fill(module, inside, file.read, path, change)
-        # Unmap it before the next file is opened; the pages that were read leave memory with it.
+        # Unmap it before it or the next file is opened; the pages that were read leave memory with it.
         del file
 
 
@@ -76,6 +82,7 @@ def load_file(
 ) -> None:
     """Do the same as `load`, from an open file."""
     check(_expected(module, table), file.headers, file.path)
+    _keep_bf16(module, table, file.headers, dtype)
     _allocate(module, table, device, dtype)
     _fill(module, table, file.read, file.path)
 
@@ -178,6 +185,47 @@ def _is_in(name: str, submodule: str | None) -> bool:
     return submodule is not None and name.startswith(f"{submodule}.")
 
 
+@contextmanager
+def bf16_kept() -> Iterator[None]:
+    """In this context, large layers that are loaded in float32 keep weights that are bf16 in the files as they
+    are (see `nn.narrow`). A model needs half the memory then, and is slow until `nn.packed.pack`."""
+    token = _keeps_bf16.set(True)
+    try:
+        yield
+    finally:
+        _keeps_bf16.reset(token)
+
+
+def _keep_bf16(module: nn.Module, wanted: Table, found: Mapping[str, Header], dtype: torch.dtype) -> None:
+    """Replace the layers that may keep bf16 in this context. Where they are loaded in bf16, nothing changes."""
+    if dtype != torch.float32 or not _keeps_bf16.get():
+        return
+    dtypes: dict[str, set[str]] = {}
+    for theirs, ours in wanted.items():
+        dtypes.setdefault(_PART.sub(r"\1", ours), set()).add(found[theirs].dtype)
+    for path, owner in tuple(module.named_modules()):
+        for name, layer in owner.named_children():
+            is_bf16 = dtypes.get(f"{path}.{name}.weight".lstrip(".")) == {"bfloat16"}
+            if is_bf16 and isinstance(layer, Layer) and layer.weight.numel() >= LEAST_NUMBERS:
+                setattr(owner, name, narrow(layer))
+
+
+def _portions(wanted: Table, found: Mapping[str, Header]) -> Iterator[tuple[Path, Table]]:
+    """Yield the tables of each file, cut after about PORTION_BYTES."""
+    for path in dict.fromkeys(header.path for header in found.values()):
+        portion: dict[str, str] = {}
+        size = 0
+        for theirs, ours in wanted.items():
+            if found[theirs].path != path:
+                continue
+            portion[theirs] = ours
+            size += found[theirs].num_bytes
+            if size >= PORTION_BYTES:
+                yield path, portion
+                portion, size = {}, 0
+        yield path, portion
+
+
 def _allocate(
     module: nn.Module, wanted: Table, device: torch.device, dtype: torch.dtype, fp32: str | None = None
 ) -> None:
@@ -187,9 +235,15 @@ def _allocate(
         if name not in names:
             continue
         kept = tensor.dtype
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not _is_bf16_kept(module, name):
             kept = torch.float32 if _is_in(name, fp32) else dtype
         _place(module, name, torch.empty(tensor.shape, dtype=kept, device=device))
+
+
+def _is_bf16_kept(module: nn.Module, name: str) -> bool:
+    """Return whether one of our tensors is the weight of a layer that keeps bf16."""
+    path, _, leaf = name.rpartition(".")
+    return leaf == "weight" and isinstance(module.get_submodule(path), NarrowLayer)
 
 
 def _place(module: nn.Module, name: str, value: Tensor) -> None:
@@ -210,8 +264,10 @@ def _fill(
         target = _view(module, tensors, ours)
         if target.is_meta:
             continue
-        value = read(theirs)
-        target.copy_(value if change is None else change(theirs, value))
+        value = read(theirs) if change is None else change(theirs, read(theirs))
+        is_exact = value.dtype == target.dtype or not _is_bf16_kept(module, _PART.sub(r"\1", ours))
+        assert is_exact, f"{ours} is kept in {target.dtype}, but was changed to {value.dtype}"
+        target.copy_(value)
         # check the written tensor, because it is on the device, where this is fast
         if not _is_finite(target):
             what = f"{theirs} holds NaN or infinity as {target.dtype}"

@@ -5,6 +5,7 @@ Names, shapes and dtypes are read first. Values are read later, one tensor at a 
 mapped into memory as long as its `TensorFile` lives.
 """
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,10 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # torch's name for it, if it has one
     path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype, torch.uint8).itemsize
 
 
 class TensorFile(NamedTuple):

@@ -51,6 +51,7 @@ from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
 from zoo.nn.conv import CodecState
 from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
@@ -195,7 +196,7 @@ class CosyVoice2(Family[CosyVoice2State]):
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.lm, self.flow, self.vocoder = lm, flow, vocoder
         self.writer, self.voices, self.cloner = writer, voices, cloner
-        self.dtype, self.device = lm.head.weight.dtype, lm.head.weight.device
+        self.dtype, self.device = dtype_of(lm.head), lm.head.weight.device
         self.past_tokens = PAST_TOKENS
         self.flow_prompts: References[FlowPrompt] = References(max_bytes=4 << 30)
 

@@ -25,6 +25,7 @@ from zoo.csm.config import Config
 from zoo.nn.frame_attention import attend_and_grow, attend_dense
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Block, frequencies
+from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rotate
 
@@ -92,7 +93,7 @@ class DepthDecoder(nn.Module):
         self.published_heads = None
         weight = self.projector.weight.float()
         tables = [F.linear(audio.table(k).float(), weight) for k in range(self.codebooks - 1)]
-        self.register_buffer("rows", torch.cat(tables).to(self.projector.weight.dtype), persistent=False)
+        self.register_buffer("rows", torch.cat(tables).to(dtype_of(self.projector)), persistent=False)
         device = weight.device
         angle = torch.arange(self.codebooks, device=device)[:, None] * frequencies(self.config, device)
         angle = torch.cat((angle, angle), -1)

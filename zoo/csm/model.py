@@ -24,6 +24,7 @@ from zoo.csm.prompt import PromptWriter, keys
 from zoo.csm.strategy import STRATEGY
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Stack
+from zoo.nn.narrow import dtype_of
 from zoo.nn.sampling import draw, gumbel, keep_logits
 from zoo.request import Request
 from zoo.text.pieces import most_s
@@ -83,7 +84,7 @@ class Csm(Family[CsmState]):
         self.lm, self.decoder = lm, decoder
         self.writer = writer
         self.conversations = Conversations()
-        self.dtype, self.device = lm.head.weight.dtype, lm.head.weight.device
+        self.dtype, self.device = dtype_of(lm.head), lm.head.weight.device
 
     # on the host, outside the engine's loop
 

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
@@ -29,6 +28,7 @@ from zoo.fish_s2.sampling import RAS_WINDOW, draw, draw_semantic, remember
 from zoo.fish_s2.strategy import STRATEGY
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
+from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.sampling import gumbel, keep_logits
 from zoo.request import Request
@@ -54,7 +54,6 @@ class DualAR(nn.Module):
     """The modules of the shards: the slow AR and the fast AR."""
 
     # set by prepare()
-    head: Tensor  # [V + 1, D]: the rows of the semantic codes, then the end
     rope: Tensor  # [positions, 2, dim / 2] bf16
     first: Tensor  # [K], each codebook's first row in the embedding
 
@@ -83,8 +82,10 @@ class DualAR(nn.Module):
             self.fast.head.weight = nn.Parameter(self.fast.head.weight[: c.num_residual_codes].clone())
         semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
         seen = torch.ones(c.codebooks, c.codebooks, dtype=torch.bool, device=rows.device).tril()
+        drawn = torch.cat((semantic, rows[c.end : c.end + 1])).to(dtype_of(self.embedding))
+        self.head = nn.Linear(slow.hidden, c.codebook_size + 1, bias=False, device="meta")
+        self.head.weight = nn.Parameter(drawn, requires_grad=False)
         buffers = {
-            "head": torch.cat((semantic, rows[c.end : c.end + 1])),
             "first": torch.arange(c.codebooks, device=rows.device) * c.codebook_size,
             "rope": rope_table(c.max_positions, slow.head_dim, slow.rope_theta, rows.device),
             "fast.rope": rope_table(c.codebooks, fast.head_dim, fast.rope_theta, rows.device),
@@ -133,7 +134,7 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.lm, self.codec, self.writer = lm, codec, writer
-        self.dtype, self.device = lm.head.dtype, lm.head.device
+        self.dtype, self.device = dtype_of(lm.head), lm.head.weight.device
 
     # on the host, outside the engine's loop
 
@@ -172,7 +173,7 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
     def scores(self, h: Tensor, steps: Tensor) -> Tensor:
         """Return logits [B, V + 1] in fp32 for code 0 and, last, the end. The end is banned in the first
         step, where the original would ignore it."""
-        logits = F.linear(h, self.lm.head).float()
+        logits = self.lm.head(h).float()
         is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
         return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
 

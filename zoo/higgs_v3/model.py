@@ -22,6 +22,7 @@ from zoo.higgs_v3.prompt import PromptWriter
 from zoo.higgs_v3.strategy import STRATEGY
 from zoo.nn.attention import Paged, attend
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
+from zoo.nn.narrow import dtype_of, tied_head
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
@@ -100,11 +101,9 @@ class HiggsV3(Family[HiggsState]):
         assert codec.decoder.context == spec.window.lookahead, (
             f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.lookahead}"
         )
-        table = backbone.codes.weight
-        self.dtype, self.device = table.dtype, table.device
-        self.head = nn.Linear(config.stack.hidden, config.codebooks * config.vocab, bias=False, device="meta")
+        self.dtype, self.device = dtype_of(backbone.codes), backbone.codes.weight.device
         # Tied: the row that embeds a code also scores it. The text head is never run.
-        self.head.weight = table
+        self.head = tied_head(backbone.codes)
 
     # on the host, outside the engine's loop
 

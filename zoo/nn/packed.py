@@ -23,10 +23,13 @@ from torch.nn import functional as F
 from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear, Parted, Tables
+from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 
 LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 GROUP = 64  # int8 weights that share a scale
+COMPARED_NUMBERS = 1 << 20
+MEASURED_COLUMNS = 16384
 MEASURED_ROWS = (1, 8)  # for which oneDNN's product and ours are compared, one after the other
 
 
@@ -38,55 +41,64 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
 
     is_int8: weights of 16 bits are rounded to 8, except in heads, whose errors change most codes.
     """
-    for place, module in tuple(model.named_modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Embedding | Tables):
-                setattr(module, name, narrowed(child, least_bytes))
-            elif isinstance(child, nn.Linear | FusedLinear):
-                reads_many_rows = getattr(module, "reads_many_rows", False)
-                is_rounded = is_int8 and "head" not in f"{place}.{name}"
-                setattr(module, name, packed(child, least_bytes, reads_many_rows, is_rounded))
+    # paths, because a list of layers would keep all plain weights until the last one is packed
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    for path in paths:
+        parent, child = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
+        if isinstance(child, nn.Embedding | Tables):
+            model.set_submodule(path, narrowed(child, least_bytes))
+        elif isinstance(child, nn.Linear | FusedLinear):
+            reads_many_rows = getattr(parent, "reads_many_rows", False)
+            is_rounded = is_int8 and "head" not in path
+            model.set_submodule(path, packed(child, least_bytes, reads_many_rows, is_rounded))
 
 
 def packed(
     plain: nn.Linear | FusedLinear, least_bytes: int, reads_many_rows: bool, is_rounded: bool
 ) -> nn.Module:
     """Return a layer in the form that computes it fastest, which may be itself."""
+    has_onednn = can_be_packed(plain.weight, dtype_of(plain))
     if reads_many_rows or not is_large(plain, least_bytes):
-        return PackedLinear(plain) if reads_many_rows and can_be_packed(plain.weight) else plain
+        return PackedLinear(plain) if reads_many_rows and has_onednn else widened(plain)
     is_narrow = kernels.has(plain.weight) and has_16_bits(plain.weight)
-    if is_narrow and (is_rounded or not can_be_packed(plain.weight)):
+    if is_narrow and (is_rounded or not has_onednn):
         return NarrowLinear(plain, is_rounded)
-    if not can_be_packed(plain.weight):
-        return plain
-    if plain.weight.dtype == torch.bfloat16 or not is_narrow:
+    if not has_onednn:
+        return widened(plain)
+    if dtype_of(plain) == torch.bfloat16 or not is_narrow:
         return PackedLinear(plain)
     return FORMS[fastest_form(plain)](plain)
 
 
 def narrowed(plain: nn.Embedding | Tables, least_bytes: int) -> nn.Module:
     """Return an embedding with rows in bf16, or itself if its rows have more bits or are few."""
-    if not (is_large(plain, least_bytes) and kernels.has(plain.weight) and has_16_bits(plain.weight)):
+    if isinstance(plain, NarrowLayer) or not is_large(plain, least_bytes):
+        return plain
+    if not (kernels.has(plain.weight) and has_16_bits(plain.weight)):
         return plain
     return NarrowTables(plain) if isinstance(plain, Tables) else NarrowEmbedding(plain)
 
 
 def is_large(layer: nn.Linear | FusedLinear | nn.Embedding | Tables, least_bytes: int) -> bool:
-    return layer.weight.nbytes >= least_bytes
+    return layer.weight.numel() * dtype_of(layer).itemsize >= least_bytes
 
 
 def has_16_bits(weight: Tensor) -> bool:
     """Return whether a weight is bf16, or float32 whose values are all bf16 numbers."""
     if weight.dtype != torch.float32:
         return weight.dtype == torch.bfloat16
-    return bool((weight.bfloat16() == weight).all())
+    # in parts: the first is usually enough, and none takes much memory
+    return all(bool((part.bfloat16() == part).all()) for part in weight.flatten().split(COMPARED_NUMBERS))
 
 
 def fastest_form(plain: nn.Linear | FusedLinear) -> str:
     """Return which of FORMS multiplies a few rows fastest. It is measured once for each shape on each kind of
-    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form."""
+    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form. Of a
+    vocabulary, some columns are measured, because copies of all take much memory."""
     columns, width = plain.weight.shape
-    makers = {name: cache(partial(form, plain)) for name, form in FORMS.items()}
+    some = nn.Linear(width, columns, bias=False, device="meta")
+    some.weight = nn.Parameter(plain.weight.detach()[:MEASURED_COLUMNS].to(dtype_of(plain)), False)
+    makers = {name: cache(partial(form, some)) for name, form in FORMS.items()}
     ways = {name: partial(multiply_few_rows, make, width) for name, make in makers.items()}
     return choices.fastest(f"linear {width} x {columns}", ways) or "bf16"
 
@@ -98,12 +110,14 @@ def multiply_few_rows(make: Callable[[], nn.Module], width: int) -> None:
         layer(torch.ones(rows, width))
 
 
-def can_be_packed(weight: Tensor) -> bool:
-    """Return whether this build and machine have the kernels for a weight."""
+def can_be_packed(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether this build and machine have oneDNN's kernels for a weight, computed in a dtype (None: its
+    own)."""
+    dtype = dtype or weight.dtype
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
@@ -116,8 +130,9 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear | FusedLinear):
         super().__init__()
         self.parts = plain.parts if isinstance(plain, FusedLinear) else None
+        weight = plain.weight.detach().to(dtype_of(plain))
         self.register_buffer(
-            "weight", torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None), persistent=False
+            "weight", torch.ops.mkldnn._reorder_linear_weight(weight, None), persistent=False
         )
         self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
 
@@ -167,33 +182,6 @@ FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
     "bf16": NarrowLinear,
     "onednn": PackedLinear,
 }
-
-
-class NarrowEmbedding(nn.Embedding):
-    """An embedding whose rows stay in bf16; what it returns has the plain dtype."""
-
-    def __init__(self, plain: nn.Embedding):
-        nn.Module.__init__(self)
-        self.dtype = plain.weight.dtype
-        self.weight = nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
-
-    def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight).to(self.dtype)
-
-
-class NarrowTables(Tables):
-    """`Tables` whose rows stay in bf16; what they return has the plain dtype."""
-
-    def __init__(self, plain: Tables):
-        Parted.__init__(self, plain.parts)
-        self.dtype = plain.weight.dtype
-        self.weight = nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
-
-    def forward(self, index: Tensor) -> Tensor:
-        return super().forward(index).to(self.dtype)
-
-    def rows(self, which: int, index: Tensor) -> Tensor:
-        return super().rows(which, index).to(self.dtype)
 
 
 def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.nn.llama import Stack
+from zoo.nn.narrow import dtype_of, tied_head
 from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.orpheus.config import Config
 from zoo.orpheus.prompt import PromptWriter
@@ -47,8 +48,7 @@ class Llama(nn.Module):
         self.stack.prepare()
         table = self.embedding.weight
         if self.head is None or torch.equal(self.head.weight, table):
-            self.head = nn.Linear(table.shape[1], len(table), bias=False, device="meta")
-            self.head.weight = table
+            self.head = tied_head(self.embedding)
         place = torch.arange(PLACES, device=table.device)[:, None]
         code = torch.arange(len(table), device=table.device) - self.num_words - FIRST_CODE
         valid = (code >= 0) & (code // CODES == place)  # [7, V]
@@ -134,7 +134,7 @@ class Orpheus(Family[OrpheusState]):
         assert context <= spec.window.lookahead, (
             f"the codec looks {context} frames ahead, not {spec.window.lookahead}"
         )
-        self.dtype = lm.embedding.weight.dtype
+        self.dtype = dtype_of(lm.embedding)
         self.device = lm.embedding.weight.device
 
     # host, off the loop

@@ -22,6 +22,7 @@ from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
+from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
@@ -137,7 +138,7 @@ class Qwen3TTS(Family[Qwen3State]):
         self.talker, self.codec = talker, codec
         self.writer = writer
         head = talker.codec_head.weight
-        self.dtype, self.device = head.dtype, head.device
+        self.dtype, self.device = dtype_of(talker.codec_head), head.device
         never = torch.arange(config.vocab, device=head.device) >= config.vocab - CONTROL_IDS
         never[config.control.eos] = False
         self.never = nn.Buffer(never, persistent=False)  # [V]

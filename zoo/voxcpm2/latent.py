@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
+from zoo.nn.narrow import dtype_of
 from zoo.voxcpm2.block import LocalStack
 from zoo.voxcpm2.config import Config
 
@@ -79,14 +80,14 @@ class PatchSolver(nn.Module):
 
         Schedules are computed on the host.
         """
-        weight = self.input.weight
-        looks = torch.zeros(most_steps + 1, most_steps, dtype=weight.dtype)
+        weight, dtype = self.input.weight, dtype_of(self.input)
+        looks = torch.zeros(most_steps + 1, most_steps, dtype=dtype)
         goes = torch.zeros_like(looks)
         for steps in range(1, most_steps + 1):
-            looks[steps, :steps], goes[steps, :steps] = euler_steps(sway_times(steps, weight.dtype))
+            looks[steps, :steps], goes[steps, :steps] = euler_steps(sway_times(steps, dtype))
         width = weight.shape[0]
         rows = self.time(sinusoid(looks, width).to(weight.device))
-        still = self.delta_time(sinusoid(torch.zeros(1, dtype=weight.dtype), width).to(weight.device))
+        still = self.delta_time(sinusoid(torch.zeros(1, dtype=dtype), width).to(weight.device))
         self.register_buffer("times", rows + still, persistent=False)
         self.register_buffer("goes", goes.to(weight.device), persistent=False)
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.nn.keys import prefix_key
+from zoo.nn.narrow import dtype_of
 from zoo.nn.sampling import normal
 from zoo.request import Request
 from zoo.voxcpm2.block import LanguageModel
@@ -71,7 +72,7 @@ class Net(nn.Module):
         """Fill the tables that depend on the weights. Call once the weights are loaded."""
         weight = self.embedding.weight
         for stack in (self.base, self.residual, self.encoder.stack, self.solver.stack):
-            stack.prepare(weight.device, weight.dtype)
+            stack.prepare(weight.device, dtype_of(self.embedding))
         self.solver.prepare(MAX_STEPS)
 
     def rows(self, patches: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class VoxCPM2(Family[VoxState]):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.net, self.vae, self.writer = net, vae, writer
-        self.dtype, self.device = net.embedding.weight.dtype, net.embedding.weight.device
+        self.dtype, self.device = dtype_of(net.embedding), net.embedding.weight.device
 
     # on the host, outside the engine's loop
 

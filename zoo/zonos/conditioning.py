@@ -110,6 +110,7 @@ class Prefix(nn.Module):
     def prepare(self) -> None:
         """Compute the rows that depend only on the weights."""
         table: Tensor = self.conditions[0].table.weight  # type: ignore[union-attr,assignment]
+        table = table.to(self.norm.weight.dtype)
         nulls = torch.stack([condition.null for condition in self.conditions[1:]])  # type: ignore[misc]
         self.register_buffer("phonemes", self.norm(self.project(table)), persistent=False)
         self.register_buffer("nulls", self.norm(self.project(nulls)), persistent=False)

@@ -22,6 +22,7 @@ from zoo.nn.attention import Paged, attend_rotated
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.narrow import dtype_of
 from zoo.nn.rope import rope_table
 from zoo.nn.sampling import draw, drop_unlikely, gumbel
 from zoo.nn.swiglu import FusedSwiGLU
@@ -107,8 +108,7 @@ class Zonos(Family[ZonosState]):
         self.backbone, self.codec, self.writer = backbone, codec, writer
         context = codec.decoder.context
         assert context == CONTEXT, f"the codec looks {context} frames to both sides, not {CONTEXT}"
-        table = backbone.codes.weight
-        self.dtype, self.device = table.dtype, table.device
+        self.dtype, self.device = dtype_of(backbone.codes), backbone.codes.weight.device
 
     # on the host, outside the engine's loop
 

@@ -22,11 +22,13 @@ KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger sec
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory that a render frees for the next one, if the C library is glibc. Left to itself it goes
-    back to the system, and every page of it is taken, and zeroed, anew: 110,000 in a window of seven streams
-    of CosyVoice 2 (benchmarks/LOG.md)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
+    """Give back the memory of replaced weights, then keep the memory that a render frees for the next one, if
+    the C library is glibc. Left to itself it goes back to the system, and every page of it is taken, and
+    zeroed, anew: 110,000 in a window of seven streams of CosyVoice 2 (benchmarks/LOG.md)."""
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)  # other systems have none
     if mallopt is not None:
+        library.malloc_trim(0)
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
@@ -58,16 +60,17 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     )
     if device != "cpu":
         return
-    keep_freed_memory()
     if not compile:
         for family in families:
             pack(family)
+        keep_freed_memory()
         return
     with artifacts.opened(artifacts.place("kernels", kernels.key())):
         kernels.build()
         for family in families:
             pack(family, is_int8=weights == "int8")
             residual.prepare(family)
+    keep_freed_memory()
 
 
 @contextmanager

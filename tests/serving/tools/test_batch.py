@@ -245,6 +245,16 @@ def test_equal_items_have_equal_digests(tmp_path):
     assert Item(1, "x").digest(tmp_path, []) != digest()
 
 
+def test_a_file_is_made_again_with_other_weights(tmp_path):
+    path, out = lines(tmp_path / "in.jsonl", {"text": "Hello."}), tmp_path / "out"
+    model = directory("qwen3_tts", "tiny")
+    how = "batch", path, out, "-m", model, "--no-compile", "--voice", "vivian", "--max-new-tokens", 2
+    assert "1 made" in shell.zoo(*how).stdout
+    assert "1 found" in shell.zoo(*how).stdout
+    done = shell.zoo(*how, "--weights", "int8")  # it starts, and needs kernels
+    assert done.returncode == 2 and "weights int8 are computed by compiled kernels" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path):
     """The first run has options for all lines and for one, and a bad line. The second finds everything."""

@@ -8,9 +8,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compile_cache import choices
+from serving.engine.memory.memory_plan import Peak
+from zoo import kernels
+from zoo.checkpoint import loading
 from zoo.checkpoint.json_files import read_json
-from zoo.checkpoint.loading import load, published
+from zoo.checkpoint.loading import bf16_kept, load, published
 from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.narrow import BF16FusedLinear, NarrowTables
+from zoo.nn.packed import pack
 
 CPU = torch.device("cpu")
 TABLE = {
@@ -92,6 +98,44 @@ def test_everything_is_filled(model, tensors, tmp_path):
     assert torch.equal(
         model.tables(index)[0], torch.stack((tensors["embed.0.weight"][4], tensors["embed.1.weight"][0]))
     )
+
+
+def test_large_weights_that_are_bf16_in_the_files_are_kept(model, tensors, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "LEAST_NUMBERS", 6)
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    halves["out.weight"] = tensors["out.weight"]
+    save_file(halves, tmp_path / "model.safetensors")
+    with bf16_kept():
+        load(model, TABLE, tmp_path, CPU, torch.float32)
+    kinds = [type(layer) for layer in (model.qkv, model.tables, model.out, model.encoder)]
+    assert kinds == [BF16FusedLinear, NarrowTables, nn.Linear, nn.Linear]  # `encoder` is small
+    assert model.qkv.weight.dtype == torch.bfloat16 and model.encoder.weight.dtype == torch.float32
+    assert torch.equal(model.qkv(torch.eye(3))[1], halves["attn.k.weight"].float().T)
+    assert torch.equal(model.tables.rows(1, torch.tensor([4])), halves["embed.1.weight"][4:].float())
+
+
+def test_a_change_that_needs_more_bits_is_not_rounded_to_bf16(model, tensors, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "LEAST_NUMBERS", 6)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with bf16_kept(), pytest.raises(AssertionError, match=r"was changed to torch\.float32"):
+        load(model, TABLE, tmp_path, CPU, torch.float32, change=lambda name, tensor: tensor.float() / 3)
+
+
+def test_loading_and_packing_take_little_more_than_the_weights_of_16_bits(tmp_path):
+    """Of 16 layers of 2 MiB, loading has the mapped file and the layers, and packing one layer more in three
+    forms. Copies in float32 would have 64 MiB more."""
+    kernels.build()
+    with torch.device("meta"):
+        layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+    table = {f"{i}.weight": f"{i}.weight" for i in range(16)}
+    weights = {name: torch.full((1024, 1024), 0.5, dtype=torch.bfloat16) for name in table}
+    save_file(weights, tmp_path / "model.safetensors")
+    with choices.assumed("bf16"), bf16_kept(), Peak() as peak:
+        load(layers, table, tmp_path, CPU, torch.float32)
+        loading_bytes, peak.most = peak.most, peak.now
+        pack(layers)
+    assert sum(layer.blocks.nbytes for layer in layers) == 32 << 20
+    assert loading_bytes < 68 << 20 and peak.most < 48 << 20
 
 
 def test_tensors_are_converted_to_the_requested_dtype(model, tensors, tmp_path):

@@ -11,11 +11,12 @@ import zoo
 from compile_cache import choices
 from serving.tools.requests import every_request
 from zoo import kernels
+from zoo.checkpoint import loading
+from zoo.contract import Speech
 from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.narrow import BF16FusedLinear, BF16Linear, NarrowEmbedding, NarrowTables, narrow
 from zoo.nn.packed import (
-    NarrowEmbedding,
     NarrowLinear,
-    NarrowTables,
     PackedLinear,
     convolve,
     pack,
@@ -227,24 +228,56 @@ def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
 
 
 @pytest.mark.parametrize("name", zoo.families())
-def test_every_family_generates_the_same_codes_with_weights_in_bf16(name, tmp_path):
+def test_every_family_generates_the_same_codes_with_weights_in_bf16(name, tmp_path, monkeypatch):
     if name == "zonos":
         pytest.importorskip("espeakng_loader")
     place = zoo.families()[name].write_demo(tmp_path / name, "tiny", dtype=torch.bfloat16)
     fp32 = zoo.load(place, "cpu", "float32")
     request = next(iter(every_request(fp32, 5)[0].values()))
     plain = zoo.generate(fp32, request)
-    narrow = zoo.load(place, "cpu", "float32")
+    monkeypatch.setattr(loading, "LEAST_NUMBERS", 1024)
+    narrow = zoo.load(place, "cpu", "float32", keeps_bf16=True)
+    assert narrow.dtype == torch.float32
+    assert any(isinstance(module, BF16Linear) for module in narrow.modules())
+    assert_same(zoo.generate(narrow, request), plain)
     kernels.build()
     pack(narrow, 4096)
     assert any(isinstance(module, NarrowLinear) for module in narrow.modules())
-    speech = zoo.generate(narrow, request)
+    assert_same(zoo.generate(narrow, request), plain)
+
+
+def assert_same(speech: Speech, plain: Speech) -> None:
     assert len(plain.frames)
     if plain.frames.is_floating_point():  # latents, not codes
         torch.testing.assert_close(speech.frames, plain.frames, rtol=0, atol=2e-5)
     else:
         assert torch.equal(speech.frames, plain.frames)
     torch.testing.assert_close(speech.samples, plain.samples, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("reads_many_rows", [True, False])
+def test_layers_that_kept_bf16_are_packed_as_if_they_were_loaded_in_fp32(
+    has_kernels, reads_many_rows, monkeypatch
+):
+    kernels.build()
+    monkeypatch.setattr(kernels, "has", lambda tensor: has_kernels)
+    torch.manual_seed(0)
+    fused = FusedLinear(64, (40, 30), bias=True)
+    nn.init.normal_(fused.weight)
+    nn.init.normal_(fused.bias)
+    plain = nn.ModuleDict({"linear": rounded(nn.Linear(64, 64)), "fused": rounded(fused)})
+    kept = nn.ModuleDict({name: narrow(layer) for name, layer in plain.items()})
+    assert isinstance(kept["linear"], BF16Linear) and isinstance(kept["fused"], BF16FusedLinear)
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        for module in (plain, kept):
+            module.reads_many_rows = reads_many_rows
+            pack(module, 0)
+        for name, layer in plain.items():
+            assert type(kept[name]) is type(layer)
+            for part, same in zip(kept[name](x), layer(x), strict=True):
+                assert torch.equal(part, same)
 
 
 class Block(nn.Module):

@@ -22,6 +22,7 @@ from zoo import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear
+from zoo.nn.narrow import dtype_of
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 from zoo.nn.s3.sizes import MELS, FlowSizes
 from zoo.nn.s3.stretch import Seen, may_follow_values
@@ -238,7 +239,7 @@ class Estimator(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def _embed(self, times: Tensor) -> Tensor:
-        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(self.time1.weight.dtype)
+        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(dtype_of(self.time1))
         return self.time2(F.silu(self.time1(time)))
 
     def forward(
