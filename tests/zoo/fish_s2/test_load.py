@@ -139,7 +139,7 @@ def test_every_tensor_is_loaded(dtype):
     assert torch.equal(loaded.lm.fast.layers[1].mlp.gate_up.weight[: len(gate)], gate.to(loaded.dtype))
     start, end = loaded.config.semantic_start, loaded.config.end
     rows = lm["text_model.model.embeddings.weight"].to(loaded.dtype)
-    assert torch.equal(loaded.lm.head, torch.cat((rows[start : start + 64], rows[end : end + 1])))
+    assert torch.equal(loaded.lm.head.weight, torch.cat((rows[start : start + 64], rows[end : end + 1])))
     codec = torch.load(TINY / "codec.pth", weights_only=True)
     size, direction = (
         codec[f"decoder.model.1.block.1.conv.parametrizations.weight.original{i}"] for i in (0, 1)

@@ -89,7 +89,7 @@ def test_residual_codes_come_from_the_first_rows_of_the_head():
     config = replace(S1.config, num_residual_codes=9)
     lm, _ = build(config, demo.TINY_CODEC)
     lm.to_empty(device="cpu").prepare()
-    assert lm.fast.head.weight.shape == (9, 64) and lm.head.shape == (65, 64)
+    assert lm.fast.head.weight.shape == (9, 64) and lm.head.weight.shape == (65, 64)
     assert "output.weight" not in dict(lm.named_parameters())
 
 
