@@ -1,8 +1,8 @@
 """What launches cost on three devices, for the simulator: two CPUs with two cores each, and an H200.
 
 The CPU figures are a Qwen3-TTS of size mid, about as the log has its launches; those of the H200 are the 1.7B
-model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). COSY: a CosyVoice 2, whose windows
-lie on a grid.
+model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). CONTEXT: the CPU with a renderer that reads
+three frames more than it returns, such as that of Orpheus. COSY: a CosyVoice 2, whose windows lie on a grid.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ H200 = Cost(
     render_s=partial(render_s, H200_RENDER_MS),
     turn_s=0.001,
     turn_slot_s=2e-5,
+)
+CONTEXT_CPU = Cost(
+    step_s=CPU.step_s,
+    prefill_s=CPU.prefill_s,
+    render_s=lambda rows, frames: CPU.render_s(rows, 3 + frames),
 )
 COSY_CPU = Cost(
     step_s=lambda slots: 0.004 + 0.0003 * slots,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.launch_costs import COSY_CPU, COSY_H200, CPU, H200, SLOW_CPU, times
+from benchmarks.launch_costs import CONTEXT_CPU, COSY_CPU, COSY_H200, CPU, H200, SLOW_CPU, times
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Finished
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
@@ -32,7 +32,8 @@ COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160)
 @dataclass(frozen=True)
 class Device:
     """A machine, the model that it serves, and the loads that it is asked for. rates: requests a second, for
-    so many seconds, of so many frames on the average."""
+    so many seconds, of so many frames on the average. slowed: factor on the launches of the load's middle third,
+    which the server does not foresee: another program computes."""
 
     cost: Cost
     rates: tuple[float, ...]
@@ -42,6 +43,7 @@ class Device:
     is_gpu: bool = False
     window: Window = Window((1, 4, 25))  # noqa: RUF009, it is frozen
     frame_s: float = 0.08
+    slowed: float = 1.0
 
 
 DEVICES = {
@@ -49,6 +51,9 @@ DEVICES = {
     "h200 cosy": Device(COSY_H200, (10.0, 15.0), 12, 100, slots=64, is_gpu=True, window=COSY, frame_s=0.04),
     "cpu": Device(CPU, (0.8, 1.4), 60, 25),
     "slow cpu": Device(SLOW_CPU, (0.8, 1.1), 60, 25),
+    "busy cpu": Device(
+        CONTEXT_CPU, (0.6, 0.8), 60, 25, window=Window((1, 4, 24), lookahead=3, left=3), slowed=2.0
+    ),
     "cpu cosy": Device(COSY_CPU, (0.6, 0.9), 60, 100, window=COSY, frame_s=0.04),
 }
 
@@ -83,6 +88,11 @@ class NoneDry(Streaming):
         return np.zeros(now.slots.num_slots, bool)
 
 
+class NoneLate(Streaming):
+    def is_late(self, now: Snapshot) -> np.ndarray:
+        return np.zeros(now.slots.num_slots, bool)
+
+
 def by(policy: type[Streaming]) -> Callable[[Simulation], None]:
     def use(simulation: Simulation) -> None:
         simulation.model.scheduler.policy = policy()
@@ -109,6 +119,7 @@ RULES: dict[str, Callable[[Simulation], None]] = {
     "a first window takes all": by(FirstIsCut),
     "prompts wait for listeners": by(NoDelay),
     "dry listeners first": by(NoneDry),
+    "late listeners": by(NoneLate),
     "at risk": by(OnlyFullWindows),
     "prompts wait for more": prompts_at_once,
     "renders in flight": renders_at_once,
@@ -120,10 +131,26 @@ def simulation_of(device: Device, cost: Cost) -> Simulation:
     voice = Voice(device.window, device.frame_s, guard=1.0)
     voice.strategy = Strategy(cuts_renders=device.window.grid > 1)
     simulation = Simulation(voice, cost, device.is_gpu, {"max_slots": device.slots, "max_ttfa_s": 10.0})
+    if device.slowed != 1:
+        simulation.model.runner.cost = slowed(device, cost, simulation)
     if device.is_gpu:
         simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
         simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
     return simulation
+
+
+def slowed(device: Device, cost: Cost, simulation: Simulation) -> Cost:
+    """Return the costs of a device that another program slows down in the middle third of its load."""
+    start_s, stop_s = device.seconds / 3, 2 * device.seconds / 3
+
+    def factor() -> float:
+        return device.slowed if start_s <= simulation.clock.now_s < stop_s else 1.0
+
+    return Cost(
+        step_s=lambda slots: factor() * cost.step_s(slots),
+        prefill_s=lambda tokens: factor() * cost.prefill_s(tokens),
+        render_s=lambda rows, frames: factor() * cost.render_s(rows, frames),
+    )
 
 
 def load_of(device: Device, rate: float, seed: int) -> list[tuple[float, Request]]:

@@ -20,6 +20,8 @@ AT_RISK_S = 1.0
 """A listener with less audio than this gets windows of the middle shape, and not only full ones."""
 FIRST_WINDOW_ITERATIONS = 6
 """Iterations that a listener's first window lasts for, to the nearest frame."""
+MAX_LATE_IN_A_ROW = 2
+"""Windows in a row that reach a listener too late; then it waits for the middle shape."""
 BATCHED_PART = 0.75
 """Part of the middle shape from which a window is batched with others of that shape."""
 GPU_RENDERS_IN_FLIGHT = 4

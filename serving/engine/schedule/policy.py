@@ -20,6 +20,7 @@ from serving.engine.schedule.numbers import (
     AT_RISK_S,
     BATCHED_PART,
     FIRST_WINDOW_ITERATIONS,
+    MAX_LATE_IN_A_ROW,
     MAX_PROMPT_DELAY,
     STREAMING_PREFILL_TOKENS,
     THROUGHPUT_PREFILL_TOKENS,
@@ -243,7 +244,12 @@ class Streaming(Policy):
         """Return whose listener is about to run dry, and has a frame to go on with. [S]"""
         is_short = now.remaining_s <= now.timing.service_s
         is_dry = (now.slots.tape.num_rendered > 0) & is_short & (now.pending > 0)
-        return is_dry & ~now.slots.listener.is_reproducible
+        return is_dry & ~self.is_late(now) & ~now.slots.listener.is_reproducible
+
+    def is_late(self, now: Snapshot) -> np.ndarray:
+        """Return which listeners wait for the middle shape although they run dry: their last windows all came
+        too late. Single frames take the most time per frame, and would keep them late. [S]"""
+        return now.slots.listener.num_late_in_a_row >= MAX_LATE_IN_A_ROW
 
     def is_batched(self, now: Snapshot, is_due: np.ndarray) -> np.ndarray:
         """Return which windows nearly fill the middle shape while another one does and iterations are long:

@@ -238,6 +238,7 @@ class Scheduler:
         until_s = listener.plays_until_s[slots]
         is_late = np.isfinite(until_s) & (until_s < now_s) & (listener.num_unread[slots] == 0)
         listener.num_underruns[slots] += is_late
+        listener.num_late_in_a_row[slots] = np.where(is_late, listener.num_late_in_a_row[slots] + 1, 0)
         heard_s = given_s * listener.frame_s[slots] / self.timing.frame_s
         listener.plays_until_s[slots] = np.maximum(until_s, now_s) + heard_s
         tape.num_delivered[slots] += count

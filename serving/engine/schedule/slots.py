@@ -72,6 +72,7 @@ class ListenerRows:
         self.frame_s = np.full(num_slots, frame_s)  # a frame's length at the listener's speed
         self.plays_until_s = np.full(num_slots, -np.inf)
         self.num_underruns = np.zeros(num_slots, np.int64)
+        self.num_late_in_a_row = np.zeros(num_slots, np.int64)  # deliveries, the last one included
         self.num_skipped = np.zeros(num_slots, np.int64)  # windows of others since its first one was due
         self.is_flexible = np.zeros(num_slots, bool)
         self.is_reproducible = np.zeros(num_slots, bool)
@@ -84,6 +85,7 @@ class ListenerRows:
         self.frame_s[slot] = frame_s / listener.speed
         self.plays_until_s[slot] = -np.inf
         self.num_underruns[slot] = 0
+        self.num_late_in_a_row[slot] = 0
         self.num_skipped[slot] = 0
         self.is_flexible[slot] = listener.is_flexible
         self.is_reproducible[slot] = listener.is_reproducible

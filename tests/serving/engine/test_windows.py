@@ -121,6 +121,29 @@ def test_a_listener_about_to_run_dry_or_dry_gets_any_frame(now):
     assert due(scheduler, now) == [({0: (50, 3)}, 4)]
 
 
+def test_a_listener_that_is_late_again_waits_for_the_middle_shape_until_it_is_in_time():
+    scheduler, ready = playing(1), 1
+    for now in (1.0, 2.0):  # one frame a second, so both windows are late
+        ready += 1
+        report(scheduler, {0: ready})
+        assert due(scheduler, now) == [({0: (ready - 1, 1)}, 1)]
+        deliver(scheduler, {0: 1}, now)
+    report(scheduler, {0: ready + 3})
+    assert due(scheduler, 3.0) == []
+    report(scheduler, {0: ready + 4})
+    assert due(scheduler, 3.0) == [({0: (ready, 4)}, 4)]
+    deliver(scheduler, {0: 4}, 2.0)  # in time
+    report(scheduler, {0: ready + 5})
+    assert due(scheduler, 9.0) == [({0: (ready + 4, 1)}, 1)]
+
+
+def test_a_late_listener_gets_the_last_frames_at_once():
+    scheduler = playing(1)
+    scheduler.slots.listener.num_late_in_a_row[0] = 100
+    report(scheduler, {0: 3}, done=[0])
+    assert due(scheduler, 9.0) == [({0: (1, 2)}, 4)]
+
+
 def test_windows_in_flight_count_as_heard():
     scheduler = playing(50)
     report(scheduler, {0: 75})
