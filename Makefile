@@ -1,4 +1,5 @@
-# make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise)
+# make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise);
+#               REPLICAS=2 serves with two engines
 # make test     install what developers need, and run all tests
 # make lint     check formatting, lint and types
 # make docs     build the documentation in site/
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 PORT ?= 8000
 FAMILY ?=
+REPLICAS ?=
 MODEL ?= $(if $(FAMILY),demo/$(FAMILY))
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -17,8 +19,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: serve test lint docs fixtures rehearse voice
 
-serve: $(VENV)/.serves $(MODEL)
-	$(BIN)/zoo serve $(MODEL) --port $(PORT)
+serve: $(VENV)/.serves $(if $(REPLICAS),$(VENV)/.ray) $(MODEL)
+	$(BIN)/zoo serve $(MODEL) --port $(PORT) $(if $(REPLICAS),--replicas $(REPLICAS))
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
@@ -50,6 +52,10 @@ $(VENV)/.serves: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.ray: $(VENV)/.serves
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.serves
