@@ -28,7 +28,7 @@ from serving.engine.counters import IterationCounters
 from serving.engine.device import warmup
 from serving.engine.device.arena import Arena
 from serving.engine.device.runner import Runner
-from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
+from serving.engine.events import OUT_OF_MEMORY, Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.inbox import Inbox
 from serving.engine.intake import Full, Intake, Limits
 from serving.engine.job import QueuedRequest
@@ -99,7 +99,10 @@ class Engine:
             usual_swap_bytes(kv_memory_bytes) if swap_memory_bytes is None else swap_memory_bytes
         )
         self.paging = Paging(
-            lambda: self.models.values(), self.pages, swap_memory_bytes // self.arena.page_bytes
+            lambda: self.models.values(),
+            self.pages,
+            swap_memory_bytes // self.arena.page_bytes,
+            fail=lambda job: self.lifecycle.fail(job, OUT_OF_MEMORY),
         )
         is_gpu = self.arena.device.type == "cuda"
         settings = WorkerSettings(
@@ -267,7 +270,7 @@ class Engine:
         self.lifecycle.admit()
         self.paging.deal()
         models = self.rounds.run()
-        self.lifecycle.fail_not_finite()
+        self.lifecycle.end_failing()
         finished = [job for model in models for job in model.finished() if not job.is_composing]
         for job in finished:
             self.lifecycle.finish_pass(job)

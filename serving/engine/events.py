@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NOT_FINITE, OUT_OF_MEMORY = "not_finite", "out_of_memory"  # codes of failures
+
 
 @dataclass(frozen=True)
 class Audio:

@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from serving.engine.composer import Composer
-from serving.engine.events import Event, Failed, Finished
+from serving.engine.events import NOT_FINITE, OUT_OF_MEMORY, Event, Failed, Finished
 from serving.engine.intake import Intake
 from serving.engine.job import Job, QueuedRequest
 from serving.engine.memory.paging import Paging
@@ -29,8 +29,10 @@ from zoo.contract import Prompt
 from zoo.request import RequestError
 
 STALLED = "the client has not taken what was spoken for {:g} s"
-NOT_FINITE = "the model computed NaN or infinity, so this answer cannot be completed"
-OUT_OF_MEMORY = "the device has too little memory left for this request; try again later"
+FAILURES = {
+    NOT_FINITE: "the model computed NaN or infinity, so this answer cannot be completed",
+    OUT_OF_MEMORY: "the device has too little memory left for this request; try again later",
+}
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -117,8 +119,7 @@ class Lifecycle:
             try:
                 is_admitted = self._admit_job(job, may_pause=job is head)
             except torch.OutOfMemoryError:  # nothing of it was launched
-                log.error("out_of_memory", id=job.id, doing="admit")
-                self._release(job, Failed(OUT_OF_MEMORY, code="out_of_memory"))
+                self.fail(job, OUT_OF_MEMORY)
                 return True
             if is_admitted:
                 head.pages.num_skips += job is not head
@@ -164,8 +165,7 @@ class Lifecycle:
             return
         error = composed.exception()
         if isinstance(error, torch.OutOfMemoryError):
-            log.error("out_of_memory", id=job.id, doing="prompt")
-            return self._release(job, Failed(OUT_OF_MEMORY, code="out_of_memory"))
+            return self.fail(job, OUT_OF_MEMORY)
         if error is not None:
             if not isinstance(error, RequestError):
                 log.error("unexpected", id=job.id, exc_info=error)
@@ -174,7 +174,10 @@ class Lifecycle:
         if prompt is None:
             return self._end(job)
         job.next_pass(prompt)
-        self.paging.begin_pass(job)
+        try:
+            self.paging.begin_pass(job)
+        except torch.OutOfMemoryError:
+            self.fail(job, OUT_OF_MEMORY)
 
     # ends
 
@@ -205,12 +208,17 @@ class Lifecycle:
                 self.intake.leave(queued)
             queued.deliver(last)
 
-    def fail_not_finite(self) -> None:
+    def end_failing(self) -> None:
+        """End the requests whose launches have failed."""
         for model in self.models.values():
-            for job in tuple(model.not_finite):
-                model.counters.num_not_finite += 1
-                log.error("not_finite", id=job.id, frames=job.num_frames)
-                self._release(job, Failed(NOT_FINITE, code="not_finite"))
+            for job, code in tuple(model.failing.items()):
+                model.counters.num_not_finite += code == NOT_FINITE
+                self.fail(job, code)
+
+    def fail(self, job: Job, code: str) -> None:
+        """End a request with one of FAILURES."""
+        log.error(code, id=job.id, frames=job.num_frames)
+        self._release(job, Failed(FAILURES[code], code=code))
 
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""

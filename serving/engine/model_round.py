@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from serving.engine.counters import ModelCounters
 from serving.engine.device.launches import Render
 from serving.engine.device.streams import AsyncCopy
-from serving.engine.events import Audio
+from serving.engine.events import NOT_FINITE, OUT_OF_MEMORY, Audio
 from serving.engine.job import Job
 from serving.engine.memory.slot_pages import SlotPages
 from serving.engine.schedule.admission import Forecaster, IterationLoad
@@ -40,7 +41,7 @@ class ModelRound:
     tenants: Tenants
     counters: ModelCounters
     running: dict[int, Job]  # by slot
-    not_finite: set[Job]  # whose values or samples were NaN or infinite
+    failing: dict[Job, str]  # jobs whose answer cannot be completed, with the code of the failure
     clock: Callable[[], float]
     report_lag: int
     is_reproducible: bool
@@ -101,7 +102,7 @@ class ModelRound:
             slots = slots[same]
             ready, done, written, finite = report[same].T
             is_sick = (finite == 0) & ~self.scheduler.slots.tape.is_done[slots]
-            self.not_finite.update(self.running[slot] for slot in slots[is_sick].tolist())
+            self.failing.update({self.running[slot]: NOT_FINITE for slot in slots[is_sick].tolist()})
             # A slot that was done already took a step in vain, whose report repeats the one before.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
@@ -119,12 +120,20 @@ class ModelRound:
         for render in renders:
             self.tenants.num_rendering[render.slots] += 1
         for render, generation in zip(renders, generations, strict=True):
-            self.renders.append((render, generation, self.runner.render(render)))
+            self._launch_render(render, generation)
             # Where a launch returns when it is done, an urgent listener does not wait for the others'
             # windows.
             self._deliver(is_waiting=False)
             self.after_delivery()
             self.between()
+
+    def _launch_render(self, render: Render, generation: np.ndarray) -> None:
+        try:
+            self.renders.append((render, generation, self.runner.render(render)))
+        except torch.OutOfMemoryError:
+            self.tenants.num_rendering[render.slots] -= 1
+            slots = render.slots[self.tenants.stayed(render.slots, generation)]
+            self.failing.update({self.running[slot]: OUT_OF_MEMORY for slot in slots.tolist()})
 
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):
@@ -147,8 +156,8 @@ class ModelRound:
 
     def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
         if not np.isfinite(samples).all():
-            self.not_finite.add(job)
-        if job in self.not_finite:
+            self.failing[job] = NOT_FINITE
+        if job in self.failing:
             return
         job.pause(job.prompt.silence_before)
         job.prompt.silence_before = 0

@@ -21,6 +21,7 @@ from serving.engine.counters import ModelCounters
 from serving.engine.device.arena import Arena
 from serving.engine.device.runner import Runner
 from serving.engine.device.streams import AsyncCopy
+from serving.engine.events import NOT_FINITE
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
@@ -99,7 +100,7 @@ class ModelWorker:
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
-        self.not_finite: set[Job] = set()  # whose values or samples were NaN or infinite
+        self.failing: dict[Job, str] = {}  # as ModelRound
         self.tenants = Tenants(settings.num_slots)
         self.round = ModelRound(
             scheduler=self.scheduler,
@@ -109,7 +110,7 @@ class ModelWorker:
             tenants=self.tenants,
             counters=self.counters,
             running=self.running,
-            not_finite=self.not_finite,
+            failing=self.failing,
             clock=clock,
             report_lag=settings.report_lag,
             is_reproducible=settings.is_reproducible,
@@ -203,8 +204,7 @@ class ModelWorker:
             return
         del self.running[job.slot]
         job.past.frames += job.pass_frames
-        if job in self.not_finite:
-            self.not_finite.remove(job)
+        if self.failing.pop(job, None) == NOT_FINITE:
             self.pages.forget(job)
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)

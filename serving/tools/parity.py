@@ -152,7 +152,7 @@ def follow_steps(
             if batches.lengths[i]:
                 plain.hidden(lane.inputs[:-1], batches.prefill(i))
     worker.queue.jobs.append(job)
-    assert worker.admit(job, worker.num_pages(job.prompt)), (
+    assert worker.admit(job), (
         f"a single request needs {worker.num_pages(job.prompt)} pages and was not admitted"
     )
     gaps = []

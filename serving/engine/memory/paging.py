@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import torch
+
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
@@ -33,10 +35,18 @@ from serving.engine.schedule.numbers import ADMIT_S, RESUME_AT_RISK_S, RESUME_MA
 
 class Paging:
     """Over all models. max_saved: pages whose contents may be kept on the host; 0: a request gets all that it
-    can ever need, and no stream is paused."""
+    can ever need, and no stream is paused. fail: ends a job for whose copies the device has too little
+    memory."""
 
-    def __init__(self, models: Callable[[], Collection[ModelWorker]], pages: Pages, max_saved: int):
+    def __init__(
+        self,
+        models: Callable[[], Collection[ModelWorker]],
+        pages: Pages,
+        max_saved: int,
+        fail: Callable[[Job], None],
+    ):
         self.models = models
+        self.fail = fail
         self.pages = pages
         self.max_saved = max_saved
         self.paused: list[Job] = []
@@ -88,13 +98,19 @@ class Paging:
         return [job for job in self.paused if not job.model.is_done(job.slot)]
 
     def _grow(self, job: Job) -> None:
-        while job.pages.saved is None and not job.model.pages.grow(job):
+        while job.slot >= 0 and job.pages.saved is None and not job.model.pages.grow(job):
             self._pause(self._holders()[0])
 
     def _resume(self, job: Job) -> bool:
-        """Return whether a paused job has its pages again, if need be those of others."""
+        """Return whether a paused job has its pages again, if need be those of others, or has failed."""
         others = [other for other in self._holders() if gives_way(other, job)] if self.max_saved else []
-        return self._pause_until(job.model.num_to_resume(job), others) and job.model.resume(job)
+        if not self._pause_until(job.model.num_to_resume(job), others):
+            return False
+        try:
+            return job.model.resume(job)
+        except torch.OutOfMemoryError:
+            self.fail(job)
+            return True
 
     def _pause_until(self, num: int, others: list[Job]) -> bool:
         """Pause as few of the others as needed to have so many free pages, and none if all are too few."""
@@ -114,7 +130,11 @@ class Paging:
         return sorted(holders, key=precedence, reverse=True)
 
     def _pause(self, job: Job) -> None:
-        job.model.pause(job)
+        """Take a job's pages. Without memory for the copy it fails, which gives its pages back, too."""
+        try:
+            job.model.pause(job)
+        except torch.OutOfMemoryError:
+            return self.fail(job)
         self.paused.append(job)
         self.num_pauses += 1
 

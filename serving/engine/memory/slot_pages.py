@@ -113,9 +113,9 @@ class SlotPages:
         lanes = [list(itertools.islice(dealt, count)) for count in needed]
         for lane, pages in enumerate(lanes):
             self.runner.set_pages(job.slot, lane, pages)
+        job.pages.lanes = lanes
         counts = zip(lanes, self.num_written(job), strict=True)
         self.runner.restore([page for pages, count in counts for page in pages[:count]], saved)
-        job.pages.lanes = lanes
         job.pages.saved = None
         self.count(job)
         return True

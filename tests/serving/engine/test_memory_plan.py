@@ -9,6 +9,7 @@ from serving.engine.loading import CPU_PART, sizes
 from serving.engine.memory.memory_plan import (
     SPARE_PART,
     Peak,
+    _encoder_bytes,
     fit,
     num_bytes,
     plan,
@@ -83,6 +84,14 @@ def test_encoding_the_longest_reference_is_in_the_plan(name, size):
     assert fit([model], made.total, 1) == (1, made.kv_cache)
     with pytest.raises(ValueError, match="these are needed"):
         fit([model], made.total - 1, 1)
+
+
+@pytest.mark.parametrize("name", ["higgs_v3", "csm", "zonos", "chatterbox"])
+def test_the_plan_counts_what_encoding_takes(name):
+    """On tensors without memory as on those of a CPU, but for values that the host looks up."""
+    counted, taken = (_encoder_bytes(made, 4.0) for made in (shapes(name), family(name)))
+    assert taken > 4 * 4.0 * family(name).spec.sample_rate_hz
+    assert counted == pytest.approx(taken, rel=0.1)
 
 
 def test_a_model_without_references_needs_no_memory_for_encoders():
