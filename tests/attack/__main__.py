@@ -2,8 +2,8 @@
 
     python -m tests.attack [NAME ...]
 
-Every attack starts its own servers on loopback ports, with tiny demo checkpoints. Its time and memory are
-bounded.
+Attacks start their own servers on loopback ports, with tiny demo checkpoints. `crowding` asks the engine on a
+virtual clock, and `emulating` runs tests that emulate a GPU. Time and memory are bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import answering, connecting, decoding, flooding, hanging, holding, stopping, trusting
+from tests.attack import (
+    answering,
+    connecting,
+    crowding,
+    decoding,
+    emulating,
+    flooding,
+    hanging,
+    holding,
+    stopping,
+    trusting,
+)
 from tests.attack.report import Row, table
 
 ATTACKS = {
@@ -26,6 +37,8 @@ ATTACKS = {
     "connecting": connecting.attack,
     "trusting": trusting.attack,
     "answering": answering.attack,
+    "crowding": crowding.attack,
+    "emulating": emulating.attack,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -13,6 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import numpy as np
+import soundfile
 
 from compile_cache.artifacts import opened, write_manifest
 from tests.attack.flooding import silence
@@ -33,6 +36,8 @@ FORGED: tuple[dict[str, str], ...] = (
 )
 NUM_BATCHES = 20
 SOFT_LIMIT, NUM_OPEN = 256, 600
+# Hindi, Tamil, Thai and Arabic have vowel signs; the last letter is a Turkish capital.
+NAMES = ("हिन्दी", "தமிழ்", "ภาษาไทย", "مُحَمَّد", "İ")
 TINY = (1e-6, 1e-30, 1e-38, 1e-40)
 
 
@@ -43,8 +48,11 @@ def attack(directory: Path) -> Iterator[Row]:
         yield tiny_temperatures(target)
     with few_descriptors(), Target("tiny", directory) as target:
         yield many_connections(target)
+    with Target("tiny-base", directory) as target:
+        yield odd_uploads(target)
     yield full_disk(directory)
     yield planted_code(directory)
+    yield read_only_cache(directory)
 
 
 def forged_requests(target: Target) -> Row:
@@ -119,6 +127,36 @@ def many_connections(target: Target) -> Row:
     return Row(name, NUM_OPEN, failed, f"another was answered in {took_s:.1f} s")
 
 
+def odd_uploads(target: Target) -> Row:
+    """What is stored can be spoken in, in names of every script; the rest is refused with a reason."""
+    well, kind = silence(5, 16000), "audio_sample"
+    stored = [upload(target, {"name": name}, [(kind, well)]) for name in NAMES]
+    stored.append(upload(target, {"name": "surround"}, [(kind, surround(5))]))
+    spoken = [target.speak(voice=name).status_code for name in (*NAMES, "surround")]
+    refused = [upload(target, {"name": f"at-{hz}-hz"}, [(kind, silence(200, hz, "WAV"))]) for hz in (1, 100)]
+    refused.append(upload(target, {"name": "two"}, [(kind, well)] * 2))
+    refused.append(upload(target, {"name": "none"}, []))
+    refused.append(upload(target, {"name": "many"}, [(kind, b"x")] * 2000))
+    wrong = sum(status != 200 for status in stored + spoken) + sum(status != 400 for status in refused)
+    seen = f"{len(stored)} stored, {spoken.count(200)} spoken in, {refused.count(400)} refused"
+    return Row("odd uploads", len(stored) + len(refused), wrong, seen)
+
+
+def upload(target: Target, data: dict[str, str], parts: list[tuple[str, bytes]]) -> int:
+    files = [(name, ("voice.flac", content)) for name, content in parts] or {"unused": b""}
+    answer = target.http.post("/v1/audio/voices", data=data, files=files)
+    is_explained = answer.status_code == 200 or answer.json()["error"]["message"]
+    return answer.status_code if is_explained else 0
+
+
+def surround(seconds: int) -> bytes:
+    """Return a recording in 5.1."""
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, (16000 * seconds, 6))
+    soundfile.write(file, noise, 16000, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
 def full_disk(directory: Path) -> Row:
     """Deleting a voice works where nothing new can be made. Only root can make such a disk."""
     name, place = "deleting a voice on a full disk", directory / "disk"
@@ -153,6 +191,23 @@ def planted_code(directory: Path) -> Row:
         plants["of another user"] = lambda place: os.chown(place, 12345, 12345)
     taken = [name for name, plant in plants.items() if is_taken(directory / "planted" / "a" / "b", plant)]
     return Row("planted compiled code", len(plants), len(taken), f"taken: {', '.join(taken) or 'none'}")
+
+
+def read_only_cache(directory: Path) -> Row:
+    """What is in the compile cache is used where nothing can be written. Only root can mount such a place."""
+    name, place = "a compile cache that can only be read", directory / "read-only"
+    is_taken(place, lambda entry: None)
+    if subprocess.run(["mount", "--bind", str(place), str(place)], capture_output=True).returncode != 0:
+        return Row(name, 0, 0, "not tried: nothing can be mounted here")
+    with ExitStack() as after:
+        after.callback(subprocess.run, ["umount", str(place)], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
+        try:
+            with opened(place / "entry") as entry:
+                found = (entry.directory / "step.saved").read_bytes() if entry.is_found else b""
+        except (OSError, ValueError) as error:
+            return Row(name, 1, 1, str(error))
+    return Row(name, 1, int(found != b"theirs"), f"{len(found)} bytes are read")
 
 
 def is_taken(parent: Path, plant: Callable[[Path], object]) -> bool:
