@@ -93,15 +93,17 @@ class ModelQueue:
 
     def late(self, now_s: float, max_ttfa_s: float) -> list[tuple[QueuedRequest, float]]:
         """Return the requests in line that would be heard later than so long after they were accepted, and
-        the seconds until then. The others stay in line as if these had left. Without the correction, which
-        follows from short waits too, and would double a long one within some requests."""
+        the seconds until then. The others stay in line as if these had left; one that nobody is ahead of
+        stays, since it waits for itself. Without the correction, which follows from short waits too, and
+        would double a long one within some requests."""
         late = []
         line = Line(self.forecaster.outlook)
         for request in self._listeners:
             has_recordings = request.must_encode and not request.is_made
             newcomer = self.forecaster.expected(request.text_bytes)
             wait_s = self.forecaster.first_audio_s(line, newcomer, has_recordings)
-            if wait_s is not None and now_s - request.accepted_s + wait_s > max_ttfa_s:
+            is_first = not line.num and not line.outlook.left
+            if not is_first and wait_s is not None and now_s - request.accepted_s + wait_s > max_ttfa_s:
                 late.append((request, wait_s))
             else:
                 line.join(newcomer, has_recordings)

@@ -259,6 +259,7 @@ class Forecaster:
         self.prompt_tokens = 0.0  # of recent prompts
         # Of recent prompts, without and with recordings; none before the first.
         self.prepare_s: dict[bool, float] = {}
+        self.num_prompts = {False: 0, True: 0}
         self.outlook = Outlook(num_slots, first_iterations)
 
     def seed(self, times: LaunchTimes, window_sizes: Sequence[int]) -> None:
@@ -304,8 +305,10 @@ class Forecaster:
 
     def record_prompt(self, tokens: int, took_s: float, has_recordings: bool) -> None:
         self.prompt_tokens += RECENT_WEIGHT * (tokens - self.prompt_tokens) if self.prompt_tokens else tokens
+        self.num_prompts[has_recordings] += 1
+        weight = max(1 / self.num_prompts[has_recordings], RECENT_WEIGHT)
         usual_s = self.prepare_s.get(has_recordings, took_s)
-        self.prepare_s[has_recordings] = usual_s + RECENT_WEIGHT * (took_s - usual_s)
+        self.prepare_s[has_recordings] = usual_s + weight * (took_s - usual_s)
 
     def expected(self, text_bytes: int) -> Expected:
         return Expected(self.prompt_tokens, self.steps * self.lengths.expected(text_bytes))

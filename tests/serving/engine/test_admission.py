@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine.engine import Failed, Finished, Full
+from serving.engine.engine import Failed, Finished, Full, QueuedRequest
 from serving.engine.schedule.admission import (
     Correction,
     Costs,
@@ -24,7 +24,7 @@ from serving.engine.schedule.admission import (
     capacity,
     first_audio_s,
 )
-from serving.engine.schedule.numbers import CAPACITY_PART, LATE_FACTOR, MIN_ITERATIONS
+from serving.engine.schedule.numbers import CAPACITY_PART, LATE_FACTOR, MIN_ITERATIONS, RECENT_WEIGHT
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
 from zoo.request import Request, RequestError
@@ -318,7 +318,33 @@ def test_the_first_clone_says_how_long_the_next_one_takes():
     forecaster.record_prompt(100, 3.0, has_recordings=True)
     assert forecaster.prepare_s == {True: 3.0}
     forecaster.record_prompt(100, 5.0, has_recordings=True)
-    assert forecaster.prepare_s[True] == pytest.approx(3.1)
+    assert forecaster.prepare_s[True] == pytest.approx(4.0)
+    for _ in range(200):
+        forecaster.record_prompt(100, 0.1, has_recordings=True)
+    forecaster.record_prompt(100, 5.1, has_recordings=True)
+    assert forecaster.prepare_s[True] == pytest.approx(0.1 + RECENT_WEIGHT * 5.0, rel=0.1)
+
+
+def test_an_idle_engine_refuses_nobody_however_slow_the_first_clone_was():
+    """Else it would refuse all later ones, and never see that they are fast."""
+    room = Simulation(Voice(guard=1.0), COST, settings={"max_slots": 8, "max_ttfa_s": 10.0})
+    room.model.forecaster.record_prompt(100, 60.0, has_recordings=True)
+
+    def clone(seed: int) -> QueuedRequest:
+        hear = partial(room.hear, Heard(room.clock.now_s))
+        return room.engine.accept(f"{seed}", hear, text_bytes=60, reference_bytes=1)
+
+    taken = clone(0)
+    with pytest.raises(Full, match="first audio is expected"):
+        clone(1)
+    room.turn()
+    assert not taken.has_left
+    for seed in range(2, 12):
+        room.engine.prepare(taken, lambda: Request(text="x" * 60))
+        room.run([])
+        taken = clone(seed)
+    assert room.model.forecaster.prepare_s[True] < 10.0
+    assert clone(12)
 
 
 def test_a_line_is_walked_once_an_iteration(monkeypatch):
