@@ -25,10 +25,10 @@ from serving.http.errors import cut, refusal
 from serving.http.names import Names
 from serving.http.schemas import CLIENT_FIELD, Model, SpeechRequest
 from serving.http.voices import Voices
-from zoo.request import is_mix, names_in, with_own_names
+from zoo.request import MAX_SHARES, is_mix, names_in, with_own_names
 
 MAX_NAMES = 20  # in a message
-MAX_MIXED = 9  # one more than the engine's limit, so that the engine refuses larger mixes
+MAX_MIXED = MAX_SHARES + 1  # so that the engine refuses larger mixes
 # developers.openai.com/api/docs/guides/text-to-speech
 OPENAI_VOICES = frozenset(
     (
