@@ -81,8 +81,12 @@ class CodecState:
         valid = self.count * (x.shape[dim] // self.frames)
         # [B, length], the last positions before the padding
         index = valid[:, None] + torch.arange(layer.state_length, device=x.device)
-        index = index[:, :, None] if dim == 1 else index[:, None]
-        self.kept[name] = whole.gather(dim, index.expand(-1, *shape)).flatten(1)
+        if dim == 1:  # a position is one contiguous row, and Mimi has 65 MB of them for eight streams
+            first = torch.arange(len(x), device=x.device)[:, None] * whole.shape[1]
+            kept = F.embedding(first + index, whole.flatten(0, 1))
+        else:
+            kept = whole.gather(2, index[:, None].expand(-1, *shape))
+        self.kept[name] = kept.flatten(1)
         return whole
 
     def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
