@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -12,6 +12,10 @@ from typer import Option
 VOICE = "Voice"
 SAMPLING = "Sampling"
 
+TextFormat = Annotated[
+    Literal["plain", "markdown"],
+    Option(help="markdown leaves marks, addresses of links, images, emoji and blocks of code unspoken."),
+]
 ModelOptions = Annotated[
     list[str],
     Option(

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from serving.cli.common import Device, DType, SpeechModel, Weights, app, fail, plural, recording
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, RequestFlags
+from serving.cli.request_flags import ModelOptions, RequestFlags, TextFormat
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
@@ -64,6 +64,7 @@ def say(
             help="Numbers, dates and amounts are put into words first, in Chinese, English or Japanese.",
         ),
     ] = False,
+    text_format: TextFormat = "plain",
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
@@ -71,7 +72,7 @@ def say(
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
-    text = text_to_say(text)
+    text = text_to_say(text, text_format)
     directory = resolved(model)
     references = [] if asked.reference is None else [recording(asked.reference)]
 
@@ -140,12 +141,15 @@ def output_format(out: Path) -> str:
     return form
 
 
-def text_to_say(text: str) -> str:
+def text_to_say(text: str, text_format: str = "plain") -> str:
     """Return the text, read from stdin if it is `-`. Raises ValueError for a text with nothing to say."""
     from zoo.request import BLANK
+    from zoo.text.markdown import spoken
 
     if text == "-":
         text = sys.stdin.read()
+    if text_format == "markdown":
+        text = spoken(text)
     if not text.strip(BLANK):
         raise ValueError("there is no text to speak")
     return text

@@ -175,6 +175,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "English or Japanese; false (default): the model reads them as they are"
         ),
     ] = None
+    text_format: Annotated[
+        Literal["plain", "markdown"],
+        Meta(
+            description="plain (default), or markdown: marks, addresses of links, images, emoji and blocks of code "
+            "are left unspoken"
+        ),
+    ] = "plain"
     conversation: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(

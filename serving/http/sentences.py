@@ -11,6 +11,8 @@ import re
 
 from sentencex import segment
 
+from zoo.text.markdown import OutsideCode, spoken
+
 MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models speak single words badly
 MAX_CHARS = 400  # a longer text without a sentence end is cut at a clause or a space
 LETTER_S, WIDE_S = 1 / 12, 1 / 4  # rough speaking time of a letter and of a wide (CJK) character
@@ -59,6 +61,26 @@ class Sentences:
         head = self._held[:MAX_CHARS]
         clauses = [match.end() for match in CLAUSE_END.finditer(head)]
         return clauses[-1] if clauses else head.rfind(" ") + 1 or MAX_CHARS
+
+
+class MarkdownSentences(Sentences):
+    """Splits a Markdown text, and returns the words of its sentences. A sentence without words is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = OutsideCode()
+
+    def more(self, text: str) -> list[str]:
+        return self._words(super().more(self._text.more(text)))
+
+    def rest(self) -> list[str]:
+        """Return what is left at the end, or before a pause."""
+        last = super().more(self._text.rest())
+        self._text = OutsideCode()
+        return self._words(last + super().rest())
+
+    def _words(self, sentences: list[str]) -> list[str]:
+        return [words for words in map(spoken, sentences) if HAS_WORD.search(words)]
 
 
 class PassEnd:

@@ -203,7 +203,8 @@ class Session:
         options = options_of(fields, model)
         check(request, model, self.server)
         voice = self.server.chosen_voice(request, model)
-        can_feed = model.feeds and options.get("text_mode") != "full" and not request.normalize
+        must_wait = request.normalize or request.text_format == "markdown"
+        can_feed = model.feeds and options.get("text_mode") != "full" and not must_wait
         if own.split_granularity == "token" and not can_feed:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
         loaded = await self._while_connected(self.server.references.find(voice, request, model))

@@ -21,6 +21,7 @@ from litestar.types import Receive, Scope, Send
 from serving import protocol
 from serving.audio import encode
 from serving.audio.playback import Playback
+from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, refusal
 from serving.http.references import LoadedVoice
@@ -38,6 +39,7 @@ from serving.http.sentences import said_s
 from serving.http.server import Server
 from serving.http.voice_choice import VoiceChoice
 from zoo.request import SOUND_ONLY
+from zoo.text.markdown import spoken
 
 # A pool of its own: a slow DNS lookup for a reference must not delay streams.
 ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")
@@ -121,6 +123,8 @@ class Speech:
             await self.ask(send)
 
     async def ask(self, send: Send) -> None:
+        if self.request.text_format == "markdown":  # a long text takes tenths of a second
+            self.fields.text = await read_beside(spoken, self.request.input)
         with (
             self.server.memory.take(self.expected_bytes) as self.memory,
             self.server.engine.speak(await self.message()) as inbox,

@@ -28,7 +28,7 @@ from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, 
 from serving.http.recordings import digest
 from serving.http.references import LoadedVoice
 from serving.http.schemas import Model, SpeechRequest, Usage
-from serving.http.sentences import PassEnd, Sentences
+from serving.http.sentences import MarkdownSentences, PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
 from serving.http.voice_choice import VoiceChoice
@@ -82,6 +82,7 @@ class Segment(Speech):
             sample_rate=None,
             speed=1.0,
             stream=True,
+            text_format="plain",  # the utterance has read it
         )
         options = dict(settings.options)
         if is_open and "text_mode" in settings.model.option_names:
@@ -221,7 +222,8 @@ class Utterance:
         return None if then_s is None else round(1000 * (then_s - self.began_s), 1)
 
     async def _speak_sentences(self) -> None:
-        sentences, has_spoken = Sentences(), False
+        sentences = MarkdownSentences() if self._is_markdown else Sentences()
+        has_spoken = False
         while self.frames_left != 0:
             part = await self.more()
             is_more = part is not None and not is_pause(part)
@@ -235,6 +237,10 @@ class Utterance:
                 await self._pause(part.silence_s)
         if not has_spoken:
             raise refusal(400, "the utterance has no text", "text")
+
+    @property
+    def _is_markdown(self) -> bool:
+        return self.settings.request.text_format == "markdown"
 
     async def _speak_fed(self) -> None:
         text, has_spoken = await self._first(), False

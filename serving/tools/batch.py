@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, 
 from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
 from zoo.request import Request
+from zoo.text.markdown import spoken
 
 RESULTS = "results.jsonl"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -63,6 +64,7 @@ class Fields(msgspec.Struct, omit_defaults=True):
     speed: Annotated[float, msgspec.Meta(ge=MIN_SPEED, le=MAX_SPEED)] | None = None
     split_text: bool | None = None
     normalize: bool | None = None
+    text_format: Literal["plain", "markdown"] | None = None
 
 
 PLAIN = (
@@ -335,6 +337,8 @@ class Batch:
         given: dict[str, Any] = {
             name: value for name in PLAIN if (value := getattr(fields, name)) is not None
         }
+        if fields.text_format == "markdown":
+            given["text"] = spoken(fields.text)
         if fields.max_new_tokens is not None:
             given["max_frames"] = fields.max_new_tokens
         if fields.reference is not None:

@@ -72,12 +72,16 @@ def test_audio_knows_no_other_wing():
 
 
 def test_http_knows_neither_the_engine_nor_models():
-    """Of the zoo it knows requests and the marks of pauses, which need no torch."""
+    """Of the zoo it knows requests, pauses and Markdown, which need no torch."""
     found = importers(
         "serving.http", "serving.engine", "serving.cli", "serving.tools", "compile_cache", "torch"
     )
     assert found == set()
-    assert {name for _, name in importers("serving.http", "zoo")} <= {"zoo.request", "zoo.text.pauses"}
+    assert {name for _, name in importers("serving.http", "zoo")} <= {
+        "zoo.request",
+        "zoo.text.markdown",
+        "zoo.text.pauses",
+    }
 
 
 def test_the_engine_knows_neither_http_nor_commands():

@@ -343,6 +343,17 @@ BAD_FIELDS = [
 ]
 
 
+def test_markdown_is_read_as_words(server):
+    text = "**frames** [2](https://a.b) 🎉\n\n```\ncode\n```"
+    answer = server.speak(text, text_format="markdown")
+    assert server.engine.asked[answer.headers["x-request-id"]]["text"] == "frames 2"
+    items = [{"input": text}, {"input": "frames 1 **x**", "text_format": "plain"}]
+    server.http.post("/v1/audio/speech/batch", json={"text_format": "markdown", "items": items})
+    texts = [asked["text"] for asked in list(server.engine.asked.values())[-2:]]
+    assert sorted(texts) == ["frames 1 **x**", "frames 2"]
+    assert error(server.speak("```\ncode\n```", text_format="markdown"), 400)["message"] == "input is empty"
+
+
 @pytest.mark.parametrize(
     ("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)]
 )

@@ -203,6 +203,18 @@ def test_pauses_that_are_too_long_fail_the_utterance(server, model):
         assert "up to 60 s are possible" in client.error(2)["message"]
 
 
+@pytest.mark.parametrize("model", ["fake", "feeder"])
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_markdown_is_read_by_sentences_however_it_arrives(server, model, size):
+    text = "# frames 2 of *one*\n\n```py\nprint(2). frames 5\n```\n\n![an image](a.png)\n\n**frames 3** of [two](https://a.b/c)."
+    with session(server) as client:
+        configured = client.configure(model=model, text_format="markdown")
+        assert configured["split_granularity"] == "sentence"
+        client.say(*(text[at : at + size] for at in range(0, len(text), size)))
+        assert client.heard()[1] == frames(2) + frames(3)
+    assert [one["text"] for one in last_asked(server, 2)] == ["frames 2 of one", "frames 3 of two."]
+
+
 def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
     """No request is longer than the model speaks well."""
     short = msgspec.structs.replace(FEEDER, piece_s=1.0)
