@@ -1,4 +1,4 @@
-"""Audio between the engine and a listener: PCM, the six formats, speed and playback.
+"""Audio between the engine and a listener: PCM, the formats, speed and playback.
 
 All other parts of `serving` may import these modules, which import none of them.
 """

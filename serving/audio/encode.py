@@ -1,11 +1,11 @@
-"""Encode samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own
+"""Encode samples as a file that is sent while it is made: ten formats, chunk by chunk, at the model's own
 rate or at a requested one.
 
     int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only if needed)
 
 The length of a stream is not known when it begins, so WAV and FLAC headers leave it open and MP3 has no
 header with lengths. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up
-to 2,304 samples longer than the speech (64 ms at 24 kHz). The other four formats are exact. `file` encodes
+to 2,304 samples longer than the speech (64 ms at 24 kHz). The other formats are exact. `file` encodes
 speech that is complete: every header then has the true length, and MP3 is exact too.
 """
 
@@ -73,11 +73,35 @@ FORMATS = {
         {"frame_duration": "20"},
     ),
     # The encoder's default search, twoloop, distorts the first 40 ms of speech that begins without silence.
+    # The same packets in a container that browsers' MediaSource plays, one cluster each.
+    "webm": Format(
+        "audio/webm",
+        "webm",
+        "libopus",
+        (8000, 12000, 16000, 24000, 48000),
+        48000,
+        {"live": "1", "cluster_time_limit": "20", "fflags": "+bitexact"},
+        {"frame_duration": "20"},
+    ),
     "aac": Format("audio/aac", "adts", "aac", MPEG_HZ, codec_options={"aac_coder": "fast"}),
+    # AAC in fragments of MP4, one for each packet
+    "m4a": Format(
+        "audio/mp4",
+        "mp4",
+        "aac",
+        MPEG_HZ,
+        options={"movflags": "empty_moov+default_base_moof+frag_every_frame", "fflags": "+bitexact"},
+        codec_options={"aac_coder": "fast"},
+    ),
     "flac": Format("audio/flac", "flac", "flac", options={"metadata_header_padding": "0"}),
     "wav": Format("audio/wav"),
     "pcm": Format("audio/pcm"),
+    # ITU-T G.711, as telephones have it: 8 bits a sample at 8 kHz, without a header
+    "ulaw": Format("audio/basic", "mulaw", "pcm_mulaw", (8000,)),
+    "alaw": Format("audio/x-alaw-basic", "alaw", "pcm_alaw", (8000,)),
 }
+FORMATS |= {"ogg": FORMATS["opus"], "mulaw": FORMATS["ulaw"]}  # by other names
+STREAMED = ("write_xing", "live", "cluster_time_limit", "movflags")  # options of the muxer for a stream alone
 
 
 class Encoder:
@@ -142,7 +166,7 @@ def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, spee
         return wav_header(rate_hz, len(pcm)) + pcm if name == "wav" else pcm
     sink = io.BytesIO()
     codec = _Codec(
-        form, rate_hz, sink, {name: value for name, value in form.options.items() if name != "write_xing"}
+        form, rate_hz, sink, {name: value for name, value in form.options.items() if name not in STREAMED}
     )
     codec.feed(pcm)
     codec.finish()

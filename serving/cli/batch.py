@@ -77,7 +77,7 @@ def batch(
     ],
     model: SpeechModel = str(SMALL_VOICE),
     form: Annotated[
-        Literal["wav", "mp3", "opus", "aac", "flac", "pcm"],
+        Literal["wav", "mp3", "opus", "ogg", "webm", "aac", "m4a", "flac", "pcm", "ulaw", "alaw"],
         Option("--format", help="Every file has this format."),
     ] = "wav",
     asked: RequestFlags,

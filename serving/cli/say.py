@@ -25,9 +25,13 @@ FORMAT_OF = {
     ".mp3": "mp3",
     ".opus": "opus",
     ".ogg": "opus",
+    ".webm": "webm",
     ".aac": "aac",
+    ".m4a": "m4a",
     ".flac": "flac",
     ".pcm": "pcm",
+    ".ulaw": "ulaw",
+    ".alaw": "alaw",
 }
 # The flag that sets a field of zoo.request.Request.
 FLAG = {
@@ -49,7 +53,7 @@ def say(
             "-o",
             "--out",
             help="The speech goes into this file; its suffix chooses the format: .wav, .mp3, .opus, .ogg, "
-            ".aac, .flac or .pcm.",
+            ".webm, .aac, .m4a, .flac, .pcm, .ulaw or .alaw.",
         ),
     ] = Path("out.wav"),
     asked: RequestFlags,

@@ -22,7 +22,9 @@ MAX_BATCH = 32  # requests
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-ResponseFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+ResponseFormat = Literal[
+    "mp3", "opus", "ogg", "webm", "aac", "m4a", "flac", "wav", "pcm", "ulaw", "mulaw", "alaw"
+]
 
 
 class Voice(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,8 +108,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     response_format: Annotated[
         ResponseFormat,
         Meta(
-            description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono "
-            "without a header)"
+            description="mp3 (default), opus (in Ogg; also named ogg), webm (Opus), aac (ADTS), m4a (AAC), flac, "
+            "wav, pcm (16-bit little-endian mono without a header), ulaw (also named mulaw) or alaw (G.711 at "
+            "8 kHz without a header)"
         ),
     ] = "mp3"
     sample_rate: Annotated[

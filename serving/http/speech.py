@@ -1,4 +1,4 @@
-"""The answer to one speech request: audio in one of six formats, sent while the engine generates it, as a
+"""The answer to one speech request: audio in one of ten formats, sent while the engine generates it, as a
 file or as server-sent events."""
 
 from __future__ import annotations
