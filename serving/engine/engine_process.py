@@ -11,6 +11,7 @@ cannot be loaded as asked; one line on stderr says why, and starting again would
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 import socket
 import sys
@@ -95,6 +96,9 @@ def main() -> None:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
     if options.warm:
+        # The first recording would import them, and stop the steps of all listeners for up to two seconds.
+        for package in {package for family in families.values() for package in family.encoder_packages}:
+            importlib.import_module(package)
         with one_line_if_full():
             engine.warm(partial(tell, "warming"), cached)
     call_on_signal(bridge.loop, engine.stop)

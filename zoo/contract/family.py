@@ -43,6 +43,7 @@ class Family(nn.Module, ABC, Generic[S]):
     strategy: Strategy
     dtype: torch.dtype
     device: torch.device
+    encoder_packages: tuple[str, ...] = ()  # that recordings need (zoo/nn/deferred.py)
 
     # on the host, outside the engine's loop
     @abstractmethod

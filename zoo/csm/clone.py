@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from zoo.checkpoint import loading
 from zoo.checkpoint.tensor_files import Header, open_file
 from zoo.nn import mimi_encoder
-from zoo.nn.mimi import MimiConfig, encoder_names
+from zoo.nn.mimi import MimiConfig
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -77,15 +77,15 @@ class Encoder:
         """samples [N] in whole frames -> codes [F, K] on the CPU."""
         if self._model is None:
             self._model = self._load()
-        return self._model(samples.to(self.device)[None], self.config.window)[0].cpu()
+        return self._model(samples.to(self.device)[None])[0].cpu()
 
     def _load(self) -> mimi_encoder.Encoder:
         with torch.device("meta"):
-            model = mimi_encoder.Encoder(self.config)
-        tensors = self.files.read()
-        path = next(iter(self.files.headers.values())).path
-        loading.fill(model, encoder_names(self.config), tensors.__getitem__, self.device, path)
-        model.prepare()
+            model = mimi_encoder.Encoder(self.config, self.rate_hz)
+        if self.device.type != "meta":
+            tensors, names = self.files.read(), mimi_encoder.encoder_names(self.config)
+            path = next(iter(self.files.headers.values())).path
+            loading.fill(model, names, tensors.__getitem__, self.device, path)
         return model.eval().requires_grad_(False)
 
 

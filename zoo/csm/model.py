@@ -22,6 +22,7 @@ from zoo.csm.depth import DepthDecoder
 from zoo.csm.mimi import Decoder
 from zoo.csm.prompt import PromptWriter, keys
 from zoo.csm.strategy import STRATEGY
+from zoo.nn import mimi_encoder
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Stack
 from zoo.nn.narrow import dtype_of
@@ -78,6 +79,8 @@ class CsmState(State):
 
 
 class Csm(Family[CsmState]):
+    encoder_packages = mimi_encoder.PACKAGES
+
     def __init__(self, config: Config, spec: Spec, lm: Lm, decoder: Decoder, writer: PromptWriter):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY

@@ -19,7 +19,7 @@ from zoo.csm.config import Config
 from zoo.csm.mimi import Decoder
 from zoo.nn import llama
 from zoo.nn.llama import LlamaConfig
-from zoo.nn.mimi import RESAMPLE, MimiConfig, layer_names, quantizer_names
+from zoo.nn.mimi import NORMS, RESAMPLE, MimiConfig, conv_shapes, layer_names, quantizer_names
 
 ORIGINAL = "backbone.layers.0.attn.q_proj.weight"  # a tensor that only the original layout has
 TRANSFORMERS = "backbone_model.layers.0.self_attn.q_proj.weight"
@@ -29,7 +29,6 @@ COPIES = (
     "backbone_model.embed_tokens.embed_audio_tokens.weight",
 )
 CODEC = "codec_model."
-NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer of Mimi's transformers
 INDEX_KEY = "transformers_weights"  # in config.json: the file with transformers' layout
 FILES = (f"model.safetensors{INDEX}", "model.safetensors", "ckpt.pt")
 
@@ -175,33 +174,4 @@ def unread(config: MimiConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors that only the encoder reads, and first of the flags that
     nothing reads, one per codebook."""
     flags = quantizer_names(config.codebooks, "quantizer", "", "unread")
-    shapes: dict[str, tuple[int, ...]] = {
-        name: (1,) for name, ours in flags.items() if ours.startswith("unread")
-    }
-
-    def conv(name: str, channels: int, out_channels: int, kernel: int) -> None:
-        shapes[f"{name}.conv.weight"] = (out_channels, channels, kernel)
-        shapes[f"{name}.conv.bias"] = (out_channels,)
-
-    channels = config.filters
-    conv("encoder.layers.0", 1, channels, config.kernel)
-    for i, stride in enumerate(config.strides):
-        middle = channels // config.compress
-        conv(f"encoder.layers.{3 * i + 1}.block.1", channels, middle, config.residual_kernel)
-        conv(f"encoder.layers.{3 * i + 1}.block.3", middle, channels, 1)
-        conv(f"encoder.layers.{3 * i + 3}", channels, 2 * channels, 2 * stride)
-        channels *= 2
-    conv(f"encoder.layers.{3 * len(config.strides) + 2}", channels, config.hidden, config.last_kernel)
-    for i in range(config.layers):
-        shapes |= {f"encoder_transformer.layers.{i}.{name}": shape for name, shape in _layer(config).items()}
-    return shapes
-
-
-def _layer(config: MimiConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a layer of the encoder's transformer."""
-    hidden, inner, width = config.hidden, config.inner, config.heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.weight": (width, hidden) for part in "qkv"}
-    shapes |= {"self_attn.o_proj.weight": (hidden, width)}
-    shapes |= {"mlp.fc1.weight": (inner, hidden), "mlp.fc2.weight": (hidden, inner)}
-    norms = [f"{norm}.{leaf}" for norm in NORMS for leaf in ("weight", "bias")]
-    return shapes | dict.fromkeys((*norms, "self_attn_layer_scale.scale", "mlp_layer_scale.scale"), (hidden,))
+    return {name: (1,) for name, ours in flags.items() if ours.startswith("unread")} | conv_shapes(config)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ, CodecConfig
-from zoo.higgs_v3.semantic import Hubert, Position
+from zoo.higgs_v3.semantic import Hubert
 from zoo.nn import dac
 from zoo.nn.resample import Resample
 
@@ -55,10 +55,7 @@ class Encoder(nn.Module):
         self.join = nn.Linear(config.width, config.width)
 
     def prepare(self) -> None:
-        """Precompute the tensors that depend only on the weights."""
-        for module in self.modules():
-            if isinstance(module, Position):
-                module.prepare()
+        """Make the resampler's filters."""
         self.resample = Resample(SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ).to(self.join.weight.device)
 
     def forward(self, samples: Tensor) -> Tensor:

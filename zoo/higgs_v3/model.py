@@ -93,6 +93,8 @@ class HiggsState(DelayState):
 
 
 class HiggsV3(Family[HiggsState]):
+    encoder_packages = ("transformers.models.hubert.modeling_hubert", "vector_quantize_pytorch")
+
     def __init__(self, config: Config, spec: Spec, backbone: Backbone, codec: Codec, writer: PromptWriter):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY

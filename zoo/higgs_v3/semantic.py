@@ -1,93 +1,95 @@
-"""HuBERT, which represents the content of a recording as 50 vectors per second. The codec uses the mean of
-all layers.
+"""HuBERT, which is transformers'. It represents the content of a recording as 50 vectors per second. The codec uses
+the mean of all layers.
 
     samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 post-norm layers ─ mean of all [B, T, D]
 
-Source: Hsu et al. 2021 (arXiv 2106.07447); transformers 5.23, models/hubert.
+Source: Hsu et al. 2021 (arXiv 2106.07447).
 """
 
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.higgs_v3.config import SemanticConfig
+from zoo.nn.deferred import Deferred, Shape, scratch
 
 
-class Layer(nn.Module):
-    def __init__(self, config: SemanticConfig):
-        super().__init__()
-        self.heads = config.heads
-        self.q, self.k, self.v, self.out = (nn.Linear(config.hidden, config.hidden) for _ in range(4))
-        self.attention_norm = nn.LayerNorm(config.hidden, config.eps)
-        self.widen = nn.Linear(config.hidden, config.inner)
-        self.narrow = nn.Linear(config.inner, config.hidden)
-        self.mlp_norm = nn.LayerNorm(config.hidden, config.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]. Attention has no mask."""
-        parts = (self.q(x), self.k(x), self.v(x))
-        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
-        y = rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)")
-        x = self.attention_norm(x + self.out(y))
-        return self.mlp_norm(x + self.narrow(F.gelu(self.widen(x))))
-
-
-class Position(nn.Module):
-    """The positional encoding: a wide convolution with weight norm. Its kernel is published as a direction,
-    and a length for each tap."""
-
-    weight: Tensor  # [D, D / groups, kernel], set by prepare()
-
-    def __init__(self, config: SemanticConfig):
-        super().__init__()
-        self.kernel, self.groups = config.position_kernel, config.position_groups
-        self.length = nn.Parameter(torch.empty(1, 1, config.position_kernel))
-        self.direction = nn.Parameter(
-            torch.empty(config.hidden, config.hidden // config.position_groups, config.position_kernel)
-        )
-        self.bias = nn.Parameter(torch.empty(config.hidden))
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Compute the kernel. Call this once after loading the weights."""
-        weight = self.direction * (self.length / self.direction.norm(dim=(0, 1), keepdim=True))
-        self.register_buffer("weight", weight, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]. An even kernel makes one frame too many, and the last one is dropped."""
-        y = F.conv1d(x.mT, self.weight, self.bias, padding=self.kernel // 2, groups=self.groups)
-        return F.gelu(y[..., : x.shape[1]]).mT
-
-
-class Hubert(nn.Module):
+class Hubert(Deferred):
     """The whole network. Run it in fp32."""
 
     def __init__(self, config: SemanticConfig):
-        super().__init__()
-        widths = (1, *config.conv_widths)
-        shapes = zip(widths[:-1], widths[1:], config.conv_kernels, config.conv_strides, strict=True)
-        self.convs = nn.ModuleList(nn.Conv1d(*shape, bias=False) for shape in shapes)
-        # normalizes each channel over time, after the first convolution
-        self.conv_norm = nn.GroupNorm(widths[1], widths[1])
-        self.input_norm = nn.LayerNorm(widths[-1], config.eps)
-        self.input = nn.Linear(widths[-1], config.hidden)
-        self.position = Position(config)
-        self.norm = nn.LayerNorm(config.hidden, config.eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        super().__init__(shapes(config))
+        self.config = config
+
+    def build(self) -> nn.Module:
+        from transformers import HubertConfig, HubertModel
+
+        c = self.config
+        return HubertModel(
+            HubertConfig(
+                hidden_size=c.hidden,
+                intermediate_size=c.inner,
+                num_hidden_layers=c.layers,
+                num_attention_heads=c.heads,
+                conv_dim=list(c.conv_widths),
+                conv_kernel=list(c.conv_kernels),
+                conv_stride=list(c.conv_strides),
+                num_conv_pos_embeddings=c.position_kernel,
+                num_conv_pos_embedding_groups=c.position_groups,
+                layer_norm_eps=c.eps,
+                mask_time_prob=0.0,  # masks are for training
+            )
+        )
 
     def forward(self, samples: Tensor) -> Tensor:
         """Encode samples [B, N] at 16 kHz, with their loudness unchanged. Return [B, T, D], the mean of the
         first layer's input and all layers' outputs."""
-        x = samples[:, None]
-        for i, conv in enumerate(self.convs):
-            x = conv(x)
-            x = F.gelu(self.conv_norm(x) if i == 0 else x)
-        x = self.input(self.input_norm(x.mT))
-        x = self.norm(x + self.position(x))
-        states = [x]
-        for layer in self.layers:
-            states.append(layer(states[-1]))
+        if samples.is_meta:
+            lengths = self.lengths(samples.shape[1])
+            scratch(2 * len(samples) * self.config.conv_widths[0] * lengths[0], samples)
+            return samples.new_empty(len(samples), lengths[-1], self.config.hidden)
+        states = self.module(samples, output_hidden_states=True).hidden_states
         return torch.stack(states, 1).mean(1)
+
+    def lengths(self, samples: int) -> list[int]:
+        """Return the number of positions after each convolution."""
+        lengths = []
+        for kernel, stride in zip(self.config.conv_kernels, self.config.conv_strides, strict=True):
+            samples = (samples - kernel) // stride + 1
+            lengths.append(samples)
+        return lengths
+
+
+def shapes(config: SemanticConfig) -> dict[str, Shape]:
+    """Return the published names and shapes of HuBERT's tensors."""
+    hidden, inner, kernel = config.hidden, config.inner, config.position_kernel
+    found: dict[str, Shape] = {}
+
+    def both(name: str, *shape: int) -> None:
+        found.update({f"{name}.weight": shape, f"{name}.bias": shape[:1]})
+
+    widths = (1, *config.conv_widths)
+    for i, size in enumerate(config.conv_kernels):
+        found[f"feature_extractor.conv_layers.{i}.conv.weight"] = (widths[i + 1], widths[i], size)
+    both("feature_extractor.conv_layers.0.layer_norm", widths[1])
+    both("feature_projection.layer_norm", widths[-1])
+    both("feature_projection.projection", hidden, widths[-1])
+    position = "encoder.pos_conv_embed.conv"
+    found[f"{position}.parametrizations.weight.original0"] = (1, 1, kernel)
+    found[f"{position}.parametrizations.weight.original1"] = (
+        hidden,
+        hidden // config.position_groups,
+        kernel,
+    )
+    found[f"{position}.bias"] = (hidden,)
+    both("encoder.layer_norm", hidden)
+    for i in range(config.layers):
+        layer = f"encoder.layers.{i}"
+        for part in ("q", "k", "v", "out"):
+            both(f"{layer}.attention.{part}_proj", hidden, hidden)
+        both(f"{layer}.layer_norm", hidden)
+        both(f"{layer}.feed_forward.intermediate_dense", inner, hidden)
+        both(f"{layer}.feed_forward.output_dense", hidden, inner)
+        both(f"{layer}.final_layer_norm", hidden)
+    return found

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from zoo.checkpoint.names import decoder_block
+from zoo.higgs_v3 import semantic
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import CodecConfig, Config
 from zoo.higgs_v3.model import Backbone
@@ -94,23 +95,6 @@ def _codec(config: CodecConfig) -> dict[str, str]:
             names |= {f"{theirs}.res_units.{j}.conv{n}.weight": f"{ours}.{j}.conv{n}.weight" for n in (1, 2)}
         both(f"{theirs}.conv", f"{ours}.2")
 
-    theirs, ours = "semantic_model", "encoder.hubert"
-    for i in range(len(config.semantic.conv_widths)):
-        names[f"{theirs}.feature_extractor.conv_layers.{i}.conv.weight"] = f"{ours}.convs.{i}.weight"
-    both(f"{theirs}.feature_extractor.conv_layers.0.layer_norm", f"{ours}.conv_norm")
-    both(f"{theirs}.feature_projection.layer_norm", f"{ours}.input_norm")
-    both(f"{theirs}.feature_projection.projection", f"{ours}.input")
-    position = f"{theirs}.encoder.pos_conv_embed.conv"
-    names[f"{position}.parametrizations.weight.original0"] = f"{ours}.position.length"
-    names[f"{position}.parametrizations.weight.original1"] = f"{ours}.position.direction"
-    names[f"{position}.bias"] = f"{ours}.position.bias"
-    both(f"{theirs}.encoder.layer_norm", f"{ours}.norm")
-    for i in range(config.semantic.layers):
-        theirs, ours = f"semantic_model.encoder.layers.{i}", f"encoder.hubert.layers.{i}"
-        both(f"{theirs}.layer_norm", f"{ours}.attention_norm")
-        both(f"{theirs}.final_layer_norm", f"{ours}.mlp_norm")
-        both(f"{theirs}.feed_forward.intermediate_dense", f"{ours}.widen")
-        both(f"{theirs}.feed_forward.output_dense", f"{ours}.narrow")
-        for part in ("q", "k", "v", "out"):
-            both(f"{theirs}.attention.{part}_proj", f"{ours}.{part}")
-    return names
+    return names | {
+        f"semantic_model.{name}": f"encoder.hubert.{name}" for name in semantic.shapes(config.semantic)
+    }

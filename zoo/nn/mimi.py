@@ -38,6 +38,7 @@ FIXED = {
     "num_semantic_quantizers": 1,
 }
 RESAMPLE = 2  # positions of the transformers per frame
+NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer of the transformers
 
 
 @dataclass(frozen=True)
@@ -136,28 +137,49 @@ def layer_names(theirs: str, ours: str) -> dict[str, str]:
     return qkv(theirs, ours) | names
 
 
-def encoder_names(config: MimiConfig, theirs: str = "", ours: str = "") -> dict[str, str]:
-    """Return the published names of the encoder's tensors -> those of `zoo.nn.mimi_encoder.Encoder`, each behind
-    a prefix."""
-    table: dict[str, str] = {}
+def encoder_shapes(config: MimiConfig) -> dict[str, tuple[int, ...]]:
+    """Return the published names and shapes of the encoder's tensors, and of its codebooks."""
+    hidden, dim = config.hidden, config.codebook_dim
+    last = {
+        "embed_sum": (config.codebook_size, dim),
+        "cluster_usage": (config.codebook_size,),
+        "initialized": (1,),
+        "input_proj.weight": (dim, hidden, 1),
+        "output_proj.weight": (hidden, dim, 1),
+    }
+    books = quantizer_names(config.codebooks, "quantizer", "", "")
+    shapes = conv_shapes(config) | {"downsample.conv.weight": (hidden, hidden, 2 * RESAMPLE)}
+    return shapes | {name: next(last[end] for end in last if name.endswith(end)) for name in books}
 
-    def both(name: str, our_name: str) -> None:
-        table.update({f"{theirs}{name}.{leaf}": f"{ours}{our_name}.{leaf}" for leaf in ("weight", "bias")})
 
-    num_strides = len(config.strides)
-    both("encoder.layers.0.conv", "convs.0")
-    for n in range(1, 3 * num_strides, 3):
-        both(f"encoder.layers.{n}.block.1.conv", f"convs.{n}.1")
-        both(f"encoder.layers.{n}.block.3.conv", f"convs.{n}.3")
-        both(f"encoder.layers.{n + 2}.conv", f"convs.{n + 2}")
-    both(f"encoder.layers.{3 * num_strides + 2}.conv", f"convs.{3 * num_strides + 2}")
+def conv_shapes(config: MimiConfig) -> dict[str, tuple[int, ...]]:
+    """Return the published names and shapes of the tensors that only the encoder has: its convolutions and its
+    transformer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, channels: int, out_channels: int, kernel: int) -> None:
+        shapes[f"{name}.conv.weight"] = (out_channels, channels, kernel)
+        shapes[f"{name}.conv.bias"] = (out_channels,)
+
+    channels = config.filters
+    conv("encoder.layers.0", 1, channels, config.kernel)
+    for i, stride in enumerate(config.strides):
+        middle = channels // config.compress
+        conv(f"encoder.layers.{3 * i + 1}.block.1", channels, middle, config.residual_kernel)
+        conv(f"encoder.layers.{3 * i + 1}.block.3", middle, channels, 1)
+        conv(f"encoder.layers.{3 * i + 3}", channels, 2 * channels, 2 * stride)
+        channels *= 2
+    conv(f"encoder.layers.{3 * len(config.strides) + 2}", channels, config.hidden, config.last_kernel)
     for i in range(config.layers):
-        layer, our_layer = f"encoder_transformer.layers.{i}", f"layers.{i}"
-        table |= layer_names(theirs + layer, ours + our_layer)
-        both(f"{layer}.input_layernorm", f"{our_layer}.attention_norm")
-        both(f"{layer}.post_attention_layernorm", f"{our_layer}.mlp_norm")
-        table[f"{theirs}{layer}.mlp.fc1.weight"] = f"{ours}{our_layer}.widen.weight"
-        table[f"{theirs}{layer}.mlp.fc2.weight"] = f"{ours}{our_layer}.narrow.weight"
-    table[f"{theirs}downsample.conv.weight"] = f"{ours}downsample.weight"
-    books = quantizer_names(config.codebooks, f"{theirs}quantizer", f"{ours}quantizer", f"{ours}initialized")
-    return table | books
+        shapes |= {f"encoder_transformer.layers.{i}.{name}": shape for name, shape in _layer(config).items()}
+    return shapes
+
+
+def _layer(config: MimiConfig) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a layer of the encoder's transformer."""
+    hidden, inner, width = config.hidden, config.inner, config.heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.weight": (width, hidden) for part in "qkv"}
+    shapes |= {"self_attn.o_proj.weight": (hidden, width)}
+    shapes |= {"mlp.fc1.weight": (inner, hidden), "mlp.fc2.weight": (hidden, inner)}
+    norms = [f"{norm}.{leaf}" for norm in NORMS for leaf in ("weight", "bias")]
+    return shapes | dict.fromkeys((*norms, "self_attn_layer_scale.scale", "mlp_layer_scale.scale"), (hidden,))

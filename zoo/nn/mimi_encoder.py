@@ -1,120 +1,91 @@
-"""Mimi's encoder. It turns a whole reference recording into codes in one call.
+"""Mimi's encoder, which is transformers'. It turns a whole reference recording into codes in one call.
 
     samples [B, N] ─ conv ─ (residual, strided conv) x4 ─ conv ─ transformer ─ downsample ─ codebooks ─ codes [B, N / 1920, K]
                                 4, 5, 6, 8: 24 kHz to 25 Hz       25 Hz         12.5 Hz
 
-Source: Defossez et al., "Moshi" (2024), section 3.3; transformers 4.57 and 5.23, models/mimi/modeling_mimi.py.
+Source: Defossez et al., "Moshi" (2024), section 3.3.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from zoo.nn.linear import FusedLinear
-from zoo.nn.mimi import MimiConfig
-from zoo.nn.rope import rope_table, rotate
-from zoo.nn.vq import SplitVQ
+from zoo.nn.deferred import Deferred, scratch
+from zoo.nn.mimi import FIXED, MimiConfig, encoder_shapes
 
-
-class Conv(nn.Conv1d):
-    """A causal convolution: [B, C, N] -> [B, Cout, ceil(N / stride)]. It pads kernel - stride values on the
-    left, and on the right up to a whole stride."""
-
-    def __init__(
-        self,
-        channels: int,
-        out_channels: int,
-        kernel: int,
-        stride: int = 1,
-        bias: bool = True,
-        pad: str = "constant",
-    ):
-        super().__init__(channels, out_channels, kernel, stride, bias=bias)
-        self.pad = pad
-
-    def forward(self, x: Tensor) -> Tensor:
-        (kernel,), (stride,) = self.kernel_size, self.stride
-        return super().forward(F.pad(x, (kernel - stride, -x.shape[-1] % stride), self.pad))
+PACKAGES = ("transformers.models.mimi.modeling_mimi",)
+WHOLE_PAST = 1 << 30  # a window that no recording fills
+# The residual unit of the first block holds so many channels per channel of the first convolution.
+PEAK_CHANNELS = 3.5
 
 
-class Residual(nn.Sequential):
-    def __init__(self, channels: int, middle: int, kernel: int):
-        super().__init__(nn.ELU(), Conv(channels, middle, kernel), nn.ELU(), Conv(middle, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-class Layer(nn.Module):
-    """A pre-norm transformer layer with layer scale."""
-
-    def __init__(self, config: MimiConfig):
-        super().__init__()
-        self.heads = config.heads
-        width = config.heads * config.head_dim
-        self.attention_norm = nn.LayerNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (width, width, width))
-        self.out = nn.Linear(width, config.hidden, bias=False)
-        self.attention_scale = nn.Parameter(torch.empty(config.hidden))
-        self.mlp_norm = nn.LayerNorm(config.hidden, config.eps)
-        self.widen = nn.Linear(config.hidden, config.inner, bias=False)
-        self.narrow = nn.Linear(config.inner, config.hidden, bias=False)
-        self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]; seen [T, T] is the attention mask, or None for the whole past."""
-        parts = self.qkv(self.attention_norm(x))
-        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None
-        )
-        x = x + self.attention_scale * self.out(rearrange(y, "b h t d -> b t (h d)"))
-        return x + self.mlp_scale * self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
-
-
-class Encoder(nn.Module):
+class Encoder(Deferred):
     """Encodes samples to codes. Run it in fp32: with less precision, near ties between codebook rows resolve
-    differently. Call `prepare` once after loading the weights."""
+    differently."""
 
-    def __init__(self, config: MimiConfig):
-        super().__init__()
-        self.config = config
-        channels = config.filters
-        convs: list[nn.Module] = [Conv(1, channels, config.kernel)]
-        for stride in config.strides:
-            convs += [Residual(channels, channels // config.compress, config.residual_kernel), nn.ELU()]
-            convs += [Conv(channels, 2 * channels, 2 * stride, stride)]
-            channels *= 2
-        self.convs = nn.Sequential(*convs, nn.ELU(), Conv(channels, config.hidden, config.last_kernel))
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.downsample = Conv(config.hidden, config.hidden, 4, 2, bias=False, pad="replicate")
-        self.quantizer = SplitVQ(
-            config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden
-        )
-        # one flag per codebook; the checkpoint has them, but nothing reads them
-        self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))
+    def __init__(self, config: MimiConfig, rate_hz: int, is_windowed: bool = True):
+        """is_windowed: whether attention sees `config.window` positions (40 ms each), or the whole past."""
+        super().__init__({name_in_memory(name): shape for name, shape in encoder_shapes(config).items()})
+        self.config, self.rate_hz, self.is_windowed = config, rate_hz, is_windowed
 
-    def prepare(self) -> None:
-        """Precompute the tensors that depend only on the weights."""
-        self.quantizer.prepare()
+    def build(self) -> nn.Module:
+        from transformers import MimiConfig as TheirConfig
+        from transformers import MimiModel
 
-    def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
+        return MimiModel(TheirConfig(**settings(self.config, self.rate_hz, self.is_windowed)))
+
+    def forward(self, samples: Tensor) -> Tensor:
         """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes only the
-        codes of a partial last frame.
+        codes of a partial last frame."""
+        if samples.is_meta:
+            scratch(int(PEAK_CHANNELS * self.config.filters * samples.numel()), samples)
+            num_frames = -(-samples.shape[1] // self.config.frame_samples)
+            return samples.new_empty((len(samples), num_frames, self.config.used), dtype=torch.int64)
+        module: Any = self.module
+        codes: Tensor = module.encode(samples[:, None], num_quantizers=self.config.used).audio_codes
+        return codes.mT.contiguous()
 
-        window: how many positions (40 ms each) a position attends to, including itself; None is the whole
-        past.
-        """
-        x = self.convs(samples[:, None]).mT  # [B, T, D]
-        position = torch.arange(x.shape[1], device=x.device)
-        cos, sin = rope_table(position, self.config.head_dim, self.config.rope_theta, x.dtype)
-        seen = None
-        if window is not None:
-            before = position[:, None] - position
-            seen = (before >= 0) & (before < window)
-        for layer in self.layers:
-            x = layer(x, cos, sin, seen)
-        return self.quantizer.encode(self.downsample(x.mT))
+
+def encoder_names(config: MimiConfig, theirs: str = "", ours: str = "") -> dict[str, str]:
+    """Return the published names of the encoder's tensors -> those of `Encoder`, each behind a prefix."""
+    return {theirs + name: ours + name_in_memory(name) for name in encoder_shapes(config)}
+
+
+def name_in_memory(name: str) -> str:
+    """Return the name that transformers 5.23 gives to a published tensor in memory."""
+    name = re.sub(r"^encoder\.layers\.", "encoder.encoder_seanet.layers.", name)
+    return re.sub(r"^(encoder_transformer|downsample)\.", r"encoder.\1.", name)
+
+
+def settings(config: MimiConfig, rate_hz: int, is_windowed: bool) -> dict[str, Any]:
+    """Return the arguments of transformers' MimiConfig."""
+    return FIXED | {
+        "sampling_rate": rate_hz,
+        "frame_rate": rate_hz / config.frame_samples,
+        "num_filters": config.filters,
+        "kernel_size": config.kernel,
+        "residual_kernel_size": config.residual_kernel,
+        "last_kernel_size": config.last_kernel,
+        "compress": config.compress,
+        "upsampling_ratios": list(config.strides[::-1]),
+        "hidden_size": config.hidden,
+        "intermediate_size": config.inner,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "head_dim": config.head_dim,
+        "norm_eps": config.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "sliding_window": config.window if is_windowed else WHOLE_PAST,
+        "use_cache": False,
+        "num_quantizers": config.codebooks,
+        "codebook_size": config.codebook_size,
+        "codebook_dim": config.codebook_dim,
+        "vector_quantization_hidden_dimension": config.codebook_dim,
+        "upsample_groups": config.hidden,
+        "decoder_config": None,  # the encoder alone
+    }

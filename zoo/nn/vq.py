@@ -1,8 +1,7 @@
-"""Vector quantization: vectors are replaced by rows of codebooks.
+"""Vector quantization: codes are replaced by rows of codebooks.
 
-ResidualVQ of vector-quantize-pytorch gives the same codes (tests/zoo/nn/test_vq.py). It is not used because
-it stacks all codebooks again for each decoding (11 ms for four frames of Qwen3-TTS on one core; 0.4 ms here)
-and takes a second to import.
+ResidualVQ of vector-quantize-pytorch gives the same latents (tests/zoo/nn/test_vq.py). It is not used because
+it stacks all codebooks again for each decoding (11 ms for four frames of Qwen3-TTS on one core; 0.4 ms here).
 """
 
 import torch
@@ -15,9 +14,9 @@ MIN_USAGE = 1e-5
 
 
 class SplitVQ(Parted):
-    """Residual vector quantization in two branches that read the same latent. One is the first codebook
+    """The way from codes to latents of residual vector quantization in two branches. One is the first codebook
     ("semantic"); in the other, each codebook quantizes the residual of the one before. Each branch has its
-    own projections in (width -> dim) and out (dim -> width).
+    own projections in (width -> dim), which only an encoder applies, and out (dim -> width).
 
     A checkpoint keeps each row as in training: a sum of vectors, and how often the row was used. `prepare`
     divides them once, for the first `used` codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3;
@@ -25,7 +24,6 @@ class SplitVQ(Parted):
     """
 
     table: Tensor  # [K, V, dim], after prepare()
-    half_square: Tensor  # [K, V], half the squared length of each row
 
     def __init__(self, codebooks: int, used: int, size: int, dim: int, width: int):
         super().__init__((size,) * codebooks)  # the checkpoint keeps the codebooks apart
@@ -43,7 +41,6 @@ class SplitVQ(Parted):
         wide = torch.promote_types(self.sums.dtype, torch.float32)
         table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]
         table = table.unflatten(0, (len(self.parts), -1))[: self.used]  # [K, V, dim]
-        self.register_buffer("half_square", table.square().sum(-1) / 2, persistent=False)
         self.register_buffer("table", table.to(self.sums.dtype).contiguous(), persistent=False)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -51,17 +48,3 @@ class SplitVQ(Parted):
         first = torch.arange(self.used, device=codes.device) * self.table.shape[1]
         rows = F.embedding(codes + first, self.table.flatten(0, 1))  # [B, F, K, dim]
         return self.first_out(rows[:, :, 0].mT) + self.rest_out(rows[:, :, 1:].sum(2).mT)
-
-    def encode(self, latent: Tensor) -> Tensor:
-        """latent [B, width, F] -> codes [B, F, K]; distances are Euclidean."""
-        residual = self.rest_in(latent).mT  # [B, F, dim]
-        codes = [self._nearest(0, self.first_in(latent).mT)]
-        for k in range(1, self.used):
-            codes.append(self._nearest(k, residual))
-            residual = residual - self.table[k][codes[-1]]
-        return torch.stack(codes, -1)
-
-    def _nearest(self, k: int, x: Tensor) -> Tensor:
-        """Return the nearest row c of codebook k: x [B, F, dim] -> [B, F]. |x - c|^2 is least where x c -
-        |c|^2 / 2 is greatest."""
-        return F.linear(x, self.table[k], -self.half_square[k]).argmax(-1)

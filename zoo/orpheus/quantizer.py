@@ -16,7 +16,10 @@ from zoo.orpheus.tokens import CODES
 
 
 class Codebook(nn.Module):
-    """One level of residual vector quantisation: a way in, rows to choose from, and a way out."""
+    """One level of residual vector quantisation: a way in, rows to choose from, and a way out.
+
+    vector-quantize-pytorch's VectorQuantize finds rows by direction, too, but needs rows of length one.
+    """
 
     def __init__(self, config: SnacConfig):
         super().__init__()

@@ -53,7 +53,6 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
         codec.encoder = None  # only references need it; `loading.load` checked its tensors
         cloner = None
     else:
-        codec.encoder.prepare()
         cloner = Cloner(talker.speaker.float().eval(), codec, device)
     return (
         Qwen3TTS(config, defaults, spec, talker, codec, PromptWriter(config, directory, cloner))

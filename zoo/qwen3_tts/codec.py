@@ -229,4 +229,5 @@ class Codec(nn.Module):
     def __init__(self, decoder: DecoderConfig, encoder: EncoderConfig):
         super().__init__()
         self.decoder = Decoder(decoder)
-        self.encoder: Encoder | None = Encoder(encoder)
+        # The reference applies the window of its attention only with FlashAttention.
+        self.encoder: Encoder | None = Encoder(encoder, decoder.rate_hz, is_windowed=False)

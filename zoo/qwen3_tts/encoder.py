@@ -12,8 +12,7 @@ CODEC_FILE = "speech_tokenizer/config.json"
 
 
 class EncoderConfig(MimiConfig):
-    """The sizes of the encoder. Its window is unused by default: the reference applies it only with
-    FlashAttention."""
+    """The sizes of the encoder."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> EncoderConfig:

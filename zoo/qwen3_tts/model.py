@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
+from zoo.nn import mimi_encoder
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
@@ -137,6 +138,7 @@ class Qwen3TTS(Family[Qwen3State]):
         self.config, self.defaults, self.spec, self.strategy = config, defaults, spec, STRATEGY
         self.talker, self.codec = talker, codec
         self.writer = writer
+        self.encoder_packages = () if codec.encoder is None else mimi_encoder.PACKAGES
         head = talker.codec_head.weight
         self.dtype, self.device = dtype_of(talker.codec_head), head.device
         never = torch.arange(config.vocab, device=head.device) >= config.vocab - CONTROL_IDS

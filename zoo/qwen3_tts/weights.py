@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.names import decoder_block, gate_up
-from zoo.nn.mimi import encoder_names, layer_names
+from zoo.nn.mimi import layer_names
+from zoo.nn.mimi_encoder import encoder_names
 
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -30,6 +31,7 @@ from zoo.request import AudioClip
 
 FORMAT, VERSION = "speechzoo.encoded-voice", "1"
 MAX_FILES = 8  # per recording; older files may be of encoders that are no longer used
+PACKAGES = ("transformers", "vector-quantize-pytorch")
 NUM_VALUES = 256  # values hashed per tensor; training changes all values, so a sample identifies the weights
 
 ZOO = Path(__file__).parents[1]
@@ -45,8 +47,9 @@ T = TypeVar("T", bound=Encoded)
 
 def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
     """Return 16 hex digits that identify an encoder: a hash of what its code means, the `repr` of its
-    settings, and its weights. Comments do not change it."""
-    name = blake2b(repr((VERSION, family, settings)).encode(), digest_size=8)
+    settings, its weights, and the versions of the packages that it may run. Comments do not change it."""
+    versions = [version(package) for package in PACKAGES]
+    name = blake2b(repr((VERSION, family, settings, versions)).encode(), digest_size=8)
     for file in code(family):
         name.update(meaning(file.read_bytes()))
     for module in modules:

@@ -21,7 +21,11 @@ from zoo.zonos.config import BOOKS, CODES, CodecConfig
 
 
 class Codebook(nn.Module):
-    """One level: projections in and out, and the rows. The nearest row is the one with the smallest angle."""
+    """One level: projections in and out, and the rows. The nearest row is the one with the smallest angle.
+
+    vector-quantize-pytorch's VectorQuantize finds rows by angle, too, but needs rows of length one. The published rows have
+    other lengths, which the next level and the decoder need.
+    """
 
     def __init__(self, config: CodecConfig):
         super().__init__()
