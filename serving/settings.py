@@ -22,6 +22,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     device: str | None = None
     dtype: str | None = None
+    device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
     weights: str = "published"  # on a CPU: "published" or "int8"
     codec: str = "float32"  # the precision of a GPU's renders: "tf32" or "float32"
     deterministic: bool = False  # equal requests give equal bytes under any load

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -86,6 +87,7 @@ def load(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     keeps_bf16: bool = False,
+    device_map: Mapping[str, str] | None = None,
 ) -> Family:
     """Load a model (see `find`) with its weights. Raises ValueError.
 
@@ -93,11 +95,13 @@ def load(
     bfloat16 on a GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for
     families that take one. keeps_bf16: a float32 model on a CPU keeps large weights that are published in
     bf16 as they are. It computes the same numbers with half the memory, and is slow until
-    `zoo.nn.packed.pack`.
+    `zoo.nn.packed.pack`. device_map: layers (`serving.engine.memory.device_map.layers`) that lie on another
+    device, such as {"talker.layers.3": "cpu"}, and are copied to the model's before they run.
     """
     import torch
 
     from zoo.checkpoint.loading import bf16_kept
+    from zoo.checkpoint.placement import dispatch, placing
     from zoo.hub import split_adapter
 
     base, adapter = split_adapter(model)
@@ -116,10 +120,16 @@ def load(
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
     # fp32 means fp32: a reference's codes can depend on the last bits
     torch.backends.cudnn.allow_tf32 = False
+    arguments = getattr(torch, name), adapter
     # an adapter changes weights, which then have more bits
     is_kept = keeps_bf16 and where.type != "cuda" and adapter is None
     with bf16_kept() if is_kept else nullcontext():
-        return family.load(path, where, getattr(torch, name), adapter)
+        if not device_map:
+            return family.load(path, where, *arguments)
+        with placing(family.load(path, torch.device("meta"), *arguments), device_map):
+            loaded = family.load(path, where, *arguments)
+    dispatch(loaded, where, device_map)
+    return loaded
 
 
 def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:

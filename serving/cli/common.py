@@ -88,6 +88,15 @@ DType = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+DeviceMap = Annotated[
+    str | None,
+    Option(
+        metavar="auto|balanced|FILE",
+        help="Layers that do not fit the GPU lie on other GPUs or on the host, and are copied to it for each launch, "
+        "which is slow; balanced gives the GPUs equal parts, and FILE is JSON with a device for each layer.",
+        rich_help_panel=MODEL,
+    ),
+]
 Weights = Annotated[
     Literal["published", "int8"],
     Option(

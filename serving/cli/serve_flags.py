@@ -26,6 +26,7 @@ from serving.cli.common import (
     Codec,
     Compile,
     Device,
+    DeviceMap,
     DType,
     KVMemory,
     MaxSlots,
@@ -62,6 +63,7 @@ class Model:
 
     device: Device = None
     dtype: DType = None
+    device_map: DeviceMap = None
     weights: Weights = "published"
     codec: Codec = "float32"
     deterministic: Annotated[
@@ -117,6 +119,7 @@ class Model:
         return settings.ModelOptions(
             self.device,
             self.dtype,
+            self.device_map,
             self.weights,
             self.codec,
             self.deterministic,

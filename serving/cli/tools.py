@@ -17,6 +17,7 @@ from serving.cli.common import (
     Codec,
     Compile,
     Device,
+    DeviceMap,
     DType,
     KVMemory,
     MaxSlots,
@@ -52,6 +53,7 @@ def inspect(
     as_json: AsJson = False,
     device: Device = None,
     dtype: DType = None,
+    device_map: DeviceMap = None,
 ) -> int:
     """Show a model's properties, memory plan, attention kernel and options.
 
@@ -60,7 +62,7 @@ def inspect(
     import zoo
 
     facts = zoo.inspect(model, device)
-    facts["memory"] = memory(model, slots, dtype, device)
+    facts["memory"] = memory(model, slots, dtype, device, device_map)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -86,22 +88,31 @@ def inspect(
     return 0
 
 
-def memory(model: str, slots: int, dtype: str | None, device: str | None) -> dict[str, int | str]:
-    """Return the memory plan, or why there is none if a file of weights is missing or wrong. dtype None: the one
-    that `zoo serve` takes on the device."""
+def memory(
+    model: str, slots: int, dtype: str | None, device: str | None, device_map: str | None
+) -> dict[str, int | str]:
+    """Return the memory plan, with what a device map puts elsewhere; or why there is none if a file of weights or
+    the map is missing or wrong. dtype None: the one that `zoo serve` takes on the device."""
     import torch
 
     import zoo
+    from serving.engine.memory import device_map as maps
     from serving.engine.memory.memory_plan import plan
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if where == "cpu" else "bfloat16")
     try:
         is_for_cpu = where == "cpu"
-        made = plan(zoo.load(model, "meta", dtype, keeps_bf16=is_for_cpu), slots, is_for_cpu=is_for_cpu)
+        family = zoo.load(model, "meta", dtype, keeps_bf16=is_for_cpu)
+        made = plan(family, slots, is_for_cpu=is_for_cpu)
+        elsewhere: dict[str, int] = {}
+        if device_map is not None:
+            devices = maps.device_map(device_map, family, made, maps.room_of_devices(torch.device(where)))
+            elsewhere = maps.bytes_by_device(family, devices)
     except ValueError as error:
         return {"unknown": str(error)}
     parts = asdict(made) | {"total": made.total}
+    parts |= {f"layers_on_{other}": n for other, n in elsewhere.items()}
     return {"slots": parts.pop("slots"), "dtype": dtype} | {f"{name}_bytes": n for name, n in parts.items()}
 
 

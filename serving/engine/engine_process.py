@@ -25,7 +25,7 @@ from serving.engine.connections import Bridge
 from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.disk_full import REFUSED, one_line_if_full
 from serving.engine.engine import Engine
-from serving.engine.loading import load, sizes
+from serving.engine.loading import load, placement, sizes
 from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.exit_with_parent import exit_with_parent
@@ -70,12 +70,15 @@ def main() -> None:
 
     try:
         max_slots, kv_memory_bytes = sizes(options)
-        families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
+        devices = placement(options, max_slots, kv_memory_bytes)
+        families = load(options.models, options.device, options.dtype, partial(tell, "loading"), devices)
+        # The hooks that copy a layer change its tensors, which a graph would hold.
+        is_compiled = options.compile and not devices
         for name, family in families.items():
             if family.spec.licence:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         with one_line_if_full():
-            prepare_for_host(*families.values(), compile=options.compile, weights=options.weights)
+            prepare_for_host(*families.values(), compile=is_compiled, weights=options.weights)
         engine = Engine(
             families,
             max_slots=max_slots,
@@ -88,7 +91,7 @@ def main() -> None:
             max_ttfa_s=options.max_ttfa_s,
             max_unread_s=options.max_unread_s,
             max_stall_s=options.max_stall_s,
-            compile=options.compile,
+            compile=is_compiled,
             is_deterministic=options.deterministic,
             codec=options.codec,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,20 +11,27 @@ import torch
 
 import zoo
 from compile_cache import limits
-from serving.engine.memory.memory_plan import SPARE_PART, fit
+from serving.engine.memory.device_map import bytes_by_device, device_map, room_of_devices
+from serving.engine.memory.memory_plan import SPARE_PART, fit, plan
 from serving.engine.options import Options
 from zoo.contract import Family
 
 CPU_SLOTS = 8
+PLACED_SLOTS = 4  # with a device map, slots and layers compete for memory, and each launch is slow
 CPU_PART = 0.5  # of the host's memory, for a throughput engine without max_slots
 
 log = structlog.get_logger()
 
 
 def load(
-    models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]
+    models: dict[str, str],
+    device: str | None,
+    dtype: str | None,
+    progress: Callable[[float, str], None],
+    devices: Mapping[str, str] | None = None,
 ) -> dict[str, Family]:
-    """Load all models or none. Raises ValueError, which names the directory to blame if there are several."""
+    """Load all models or none. devices: see `placement`. Raises ValueError, which names the directory to blame if
+    there are several."""
 
     @contextmanager
     def of(name: str) -> Iterator[None]:
@@ -42,7 +49,7 @@ def load(
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")
         with of(name):
-            family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=True)
+            family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=True, device_map=devices)
             family.spec = replace(family.spec, name=f"model {name!r}")  # in messages to clients
             families[name] = family
     return families
@@ -54,10 +61,32 @@ def sizes(options: Options) -> tuple[int, int | None]:
     device = options.device or "cuda"
     if not device.startswith("cuda") or not torch.cuda.is_available():  # loading says what else it may be
         return options.max_slots or cpu_slots(options), options.kv_memory_bytes
+    if options.device_map is not None:
+        return options.max_slots or PLACED_SLOTS, options.kv_memory_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
     shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
     slots, kv_memory_bytes = fit(shapes, room, options.max_slots)
     return slots, kv_memory_bytes if options.kv_memory_bytes is None else options.kv_memory_bytes
+
+
+def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:
+    """Return which layers lie on which other device, and log it; {} without --device-map. Raises ValueError."""
+    if options.device_map is None:
+        return {}
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda":
+        raise ValueError("--device-map needs a GPU: without one, all of a model lies on the host")
+    if len(options.models) != 1:
+        raise ValueError(f"--device-map is for one model, and {len(options.models)} are given")
+    [path] = options.models.values()
+    family = zoo.load(path, "meta", options.dtype or "bfloat16")
+    made = plan(family, slots, kv_memory_bytes)
+    devices = device_map(options.device_map, family, made, room_of_devices(device))
+    parts = [f"{n / 2**30:.1f} GiB on {where}" for where, n in bytes_by_device(family, devices).items()]
+    if parts:
+        lie = f"{len(devices)} layers lie elsewhere ({', '.join(parts)}) and are copied to {device} for each launch"
+        log.info(f"{lie}; such a model is neither compiled nor recorded")
+    return devices
 
 
 def cpu_slots(options: Options) -> int:

@@ -12,6 +12,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # None: the GPU where there is one
     dtype: str | None = None
+    device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
     weights: str = "published"  # on a CPU: "published" or "int8"
     # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
     max_slots: int | None = None

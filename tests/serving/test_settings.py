@@ -47,6 +47,7 @@ FLAGS = {
     "--max-session-idle": "20",
     "--api-key": "sk-a",
     "--weights": "int8",
+    "--device-map": "auto",
     "--private-metrics": None,
     "--allow-url-references": None,
     "--cors-origin": "https://a.example",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zoo.checkpoint.placement import device_of
 from zoo.checkpoint.tensor_files import Header, TensorFile, contents, open_file
 from zoo.nn.linear import Parted
 from zoo.nn.narrow import Layer, NarrowLayer, narrow
@@ -237,7 +238,8 @@ def _allocate(
         kept = tensor.dtype
         if tensor.is_floating_point() and not _is_bf16_kept(module, name):
             kept = torch.float32 if _is_in(name, fp32) else dtype
-        _place(module, name, torch.empty(tensor.shape, dtype=kept, device=device))
+        where = device_of(module, name, device)
+        _place(module, name, torch.empty(tensor.shape, dtype=kept, device=where))
 
 
 def _is_bf16_kept(module: nn.Module, name: str) -> bool:

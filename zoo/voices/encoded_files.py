@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -48,7 +48,7 @@ T = TypeVar("T", bound=Encoded)
 def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
     """Return 16 hex digits that identify an encoder: a hash of what its code means, the `repr` of its
     settings, its weights, and the versions of the packages that it may run. Comments do not change it."""
-    versions = [version(package) for package in PACKAGES]
+    versions = [version_of(package) for package in PACKAGES]
     name = blake2b(repr((VERSION, family, settings, versions)).encode(), digest_size=8)
     for file in code(family):
         name.update(meaning(file.read_bytes()))
@@ -59,6 +59,14 @@ def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
                 values = tensor.flatten()[:: max(1, tensor.numel() // NUM_VALUES)]
                 name.update(bytes_of(values))
     return name.hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed; it then encodes nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def code(family: str) -> list[Path]:
