@@ -72,7 +72,7 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
 
 def test_a_device_that_is_missing_is_refused():
     with pytest.raises(ValueError, match=r"the device map puts talker\.layers\.0 on 'cuda:7'"):
-        zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32", {"talker.layers.0": "cuda:7"})
+        zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32", device_map={"talker.layers.0": "cuda:7"})
 
 
 def test_without_a_gpu_a_device_map_is_refused():
@@ -99,7 +99,7 @@ def test_layers_on_the_host_give_the_same_samples(name):
     path = directory(name, "tiny")
     names = list(layers(zoo.load(path, "meta", "float32")))
     assert len(names) >= 2
-    placed = zoo.load(path, "cpu", "float32", dict.fromkeys(names, "cpu"))
+    placed = zoo.load(path, "cpu", "float32", device_map=dict.fromkeys(names, "cpu"))
     voice = next(iter(placed.spec.voices), None)
     request = Request(text="Good morning.", seed=3, max_frames=6, voice=voice)
     ours, plain = zoo.generate(placed, request), zoo.generate(family(name), request)
