@@ -98,9 +98,9 @@ def batch(
     items = tool.read_items(lines, defaults_of(asked))
     directory = resolved(model)
     base = lines.absolute().parent
-    common = (directory, running.dtype, form, options)
+    common: list[object] = [directory, running.dtype, form, options]
     if running.weights != "published":
-        common = (*common, running.weights)
+        common.append(running.weights)
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
     results = tool.Results(out)
     tally = tool.Tally()

@@ -20,9 +20,9 @@ class NarrowLayer(nn.Module):
 
     dtype: torch.dtype
 
-    def take(self, plain: Layer) -> None:
-        self.dtype = plain.weight.dtype
-        self.weight = nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
+
+def bf16(plain: Layer) -> nn.Parameter:
+    return nn.Parameter(plain.weight.detach().bfloat16(), requires_grad=False)
 
 
 class BF16Linear(NarrowLayer, nn.Linear):
@@ -31,7 +31,7 @@ class BF16Linear(NarrowLayer, nn.Linear):
     def __init__(self, plain: nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = plain.weight.shape
-        self.take(plain)
+        self.weight, self.dtype = bf16(plain), plain.weight.dtype
         self.bias = plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class BF16FusedLinear(NarrowLayer, FusedLinear):
 
     def __init__(self, plain: FusedLinear):
         Parted.__init__(self, plain.parts)
-        self.take(plain)
+        self.weight, self.dtype = bf16(plain), plain.weight.dtype
         self.bias = plain.bias
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ class NarrowEmbedding(NarrowLayer, nn.Embedding):
 
     def __init__(self, plain: nn.Embedding):
         nn.Module.__init__(self)
-        self.take(plain)
+        self.weight, self.dtype = bf16(plain), plain.weight.dtype
 
     def forward(self, index: Tensor) -> Tensor:
         return F.embedding(index, self.weight).to(self.dtype)
@@ -66,7 +66,7 @@ class NarrowTables(NarrowLayer, Tables):
 
     def __init__(self, plain: Tables):
         Parted.__init__(self, plain.parts)
-        self.take(plain)
+        self.weight, self.dtype = bf16(plain), plain.weight.dtype
 
     def forward(self, index: Tensor) -> Tensor:
         return super().forward(index).to(self.dtype)
@@ -93,9 +93,12 @@ def widened(layer: nn.Linear | FusedLinear) -> nn.Linear | FusedLinear:
     if not isinstance(layer, BF16Linear | BF16FusedLinear):
         return layer
     columns, width = layer.weight.shape
+    plain: nn.Linear | FusedLinear
     with torch.device("meta"):
-        is_fused = isinstance(layer, FusedLinear)
-        plain = FusedLinear(width, layer.parts) if is_fused else nn.Linear(width, columns)
+        if isinstance(layer, BF16FusedLinear):
+            plain = FusedLinear(width, layer.parts)
+        else:
+            plain = nn.Linear(width, columns)
     plain.weight = nn.Parameter(layer.weight.detach().to(layer.dtype), requires_grad=False)
     plain.bias = layer.bias
     return plain

@@ -40,6 +40,16 @@ def test_packed_weights_of_cpu_kernels_are_counted(name):
     assert plan(shapes(name), 3, is_for_cpu=True).weights == plan(shapes(name), 3).weights + kept
 
 
+@FAMILIES
+def test_weights_that_are_kept_in_bf16_are_counted_with_16_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("zoo.checkpoint.loading.LEAST_NUMBERS", 1024)
+    place = zoo.families()[name].write_demo(tmp_path / name, "tiny", dtype=torch.bfloat16)
+    made = plan(zoo.load(place, "meta", "float32", keeps_bf16=True), 3)
+    real = zoo.load(place, "cpu", "float32", keeps_bf16=True)
+    assert made.weights == num_bytes([*real.parameters(), *real.buffers()])
+    assert made.weights < plan(zoo.load(place, "meta", "float32"), 3).weights
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN")
 def test_weights_packed_by_a_library_are_counted():
     weight = torch.ones(96, 64)
