@@ -84,7 +84,8 @@ class DualAR(nn.Module):
         seen = torch.ones(c.codebooks, c.codebooks, dtype=torch.bool, device=rows.device).tril()
         drawn = torch.cat((semantic, rows[c.end : c.end + 1])).to(dtype_of(self.embedding))
         self.head = nn.Linear(slow.hidden, c.codebook_size + 1, bias=False, device="meta")
-        self.head.weight = nn.Parameter(drawn, requires_grad=False)
+        del self.head.weight  # rows that another parameter has are a buffer
+        self.head.register_buffer("weight", drawn, persistent=False)
         buffers = {
             "first": torch.arange(c.codebooks, device=rows.device) * c.codebook_size,
             "rope": rope_table(c.max_positions, slow.head_dim, slow.rope_theta, rows.device),
