@@ -66,11 +66,10 @@ class Prediction:
 
     def frame_ms(self) -> float:
         """Return the time of a frame of audio for all STREAMS, with step and render at the same time."""
-        render = self._largest()
-        busy_ms = (
-            self.counts.at("step", STREAMS).busy_ms(self.card) + render.busy_ms(self.card) / render.frames
-        )
-        return max(self.step_ms(STREAMS), self.render_ms(), busy_ms)
+        render, steps = self._largest(), self.counts.steps_per_frame
+        busy_ms = steps * self.counts.at("step", STREAMS).busy_ms(self.card)
+        busy_ms += render.busy_ms(self.card) / render.frames
+        return max(steps * self.step_ms(STREAMS), self.render_ms(), busy_ms)
 
     def least_bytes(self) -> int:
         """Return the bytes that a step of STREAMS must move: weights, and the keys and values of all slots.
@@ -94,7 +93,8 @@ class Prediction:
 
     def aim(self) -> float:
         """Return the family's goal in audio-s/s, or else what its floor allows."""
-        at_floor = STREAMS * self.counts.frame_s / self.floor_ms(STREAMS) * 1e3
+        floor_ms = self.counts.steps_per_frame * self.floor_ms(STREAMS)
+        at_floor = STREAMS * self.counts.frame_s / floor_ms * 1e3
         return AIMS.get(self.counts.family, at_floor)
 
     def _largest(self) -> Part:
@@ -104,6 +104,7 @@ class Prediction:
     def obstacles(self) -> Iterator[tuple[float, str]]:
         """Yield the parts of a frame's time: milliseconds, and a description."""
         step, render = self.counts.at("step", STREAMS), self._largest()
+        steps = self.counts.steps_per_frame
 
         def starts_ms(part: Part) -> float:
             return part.num_launches * GRAPH_LAUNCH_US / 1e3
@@ -114,10 +115,13 @@ class Prediction:
         def others(row: Row) -> bool:
             return not is_wide(row)
 
-        attention_ms = step.busy_ms(self.card, reads_pages)
-        yield starts_ms(step), f"the starts of {step.num_launches:,} launches in a step"
+        attention_ms = steps * step.busy_ms(self.card, reads_pages)
+        yield (
+            steps * starts_ms(step),
+            f"the starts of {steps * step.num_launches:,} launches in a frame's steps",
+        )
         yield attention_ms, "keys and values"
-        yield step.busy_ms(self.card) - attention_ms, "the step's other bytes"
+        yield steps * step.busy_ms(self.card) - attention_ms, "the steps' other bytes"
         yield starts_ms(render) / render.frames, f"the starts of {render.num_launches:,} launches in a render"
         yield render.busy_ms(self.card, is_wide) / render.frames, "fp32 products of the renderer"
         yield render.busy_ms(self.card, others) / render.frames, "the renderer's bytes"
@@ -181,7 +185,8 @@ def served(one: Prediction) -> Iterator[str]:
         found = Server(counts, one.card, STREAMS).serve(load)
         return (
             f"{found.audio_s_per_s:.1f} audio-s/s, first audio after {found.ttfa_ms(50):.0f} ms (p90 {found.ttfa_ms(90):.0f}, "
-            f"p95 {found.ttfa_ms(95):.0f}), {found.underruns} underruns of {len(found.first_s)} speeches"
+            f"p95 {found.ttfa_ms(95):.0f}), {found.underruns} underruns, {found.num_viable} of {len(found.first_s)} speeches "
+            "without a gap"
         )
 
     for streams in (1, STREAMS):

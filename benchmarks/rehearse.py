@@ -81,6 +81,7 @@ class Rehearsal:
     card: str
     codec: str
     frame_s: float
+    steps_per_frame: int
     window: Window
     memory: MemoryPlan  # with the largest number of slots
     num_lowered: int  # launches of different shapes that are compiled: the expected number of graphs
@@ -134,8 +135,8 @@ def rehearse(
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
-        facts = 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots)), num_lowered(runner, parts)
-        result = Rehearsal(family_name, size, card_name, codec, *facts)
+        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, plan(family, max(slots))
+        result = Rehearsal(family_name, size, card_name, codec, *facts, num_lowered(runner, parts))
         with _lowered(result):
             runner.lower(parts)
         for num_slots in slots if "step" in parts else ():

@@ -91,6 +91,7 @@ class Counts:
     frame_s: float
     window: Window
     parts: dict[str, list[Part]]
+    steps_per_frame: int = 1
 
     @classmethod
     def read(cls, path: Path, codec: str = "float32") -> Counts:
@@ -106,7 +107,10 @@ class Counts:
             parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
         fields: dict[str, Any] = content["window"]
         window = Window(**fields | {name: tuple(fields[name]) for name in ("sizes", "lengths")})
-        return cls(content["family"], content["size"], content["frame_s"], window, dict(parts))
+        steps_per_frame = content.get("steps_per_frame", 1)
+        return cls(
+            content["family"], content["size"], content["frame_s"], window, dict(parts), steps_per_frame
+        )
 
     def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:
         found = [part for part in self.parts[name] if (part.frames, part.length) == (frames, length)]

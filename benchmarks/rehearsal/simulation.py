@@ -46,11 +46,14 @@ class Load:
 
 @dataclass
 class Heard:
-    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio."""
+    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio. given_s [R]: audio that
+    a listener has; gap_s [R]: the longest wait for more, if it plays from the first sample on."""
 
     load: Load
     begun_s: np.ndarray = field(init=False)
     first_s: np.ndarray = field(init=False)
+    given_s: np.ndarray = field(init=False)
+    gap_s: np.ndarray = field(init=False)
     underruns: int = 0
     audio_s: float = 0.0
     busy_s: float = 0.0
@@ -58,6 +61,22 @@ class Heard:
     def __post_init__(self) -> None:
         self.begun_s = np.full(len(self.load.frames), np.nan)
         self.first_s = np.full(len(self.load.frames), np.nan)
+        self.given_s = np.zeros(len(self.load.frames))
+        self.gap_s = np.zeros(len(self.load.frames))
+
+    def give(self, requests: np.ndarray, given_s: np.ndarray, now_s: float) -> None:
+        """Give listeners more audio. A gap moves the end of what they have."""
+        is_first = np.isnan(self.first_s[requests])
+        self.first_s[requests] = np.fmin(self.first_s[requests], now_s)
+        end_s = self.first_s[requests] + self.given_s[requests]
+        late_s = np.where(is_first, 0.0, np.maximum(now_s - end_s, 0))
+        self.gap_s[requests] = np.maximum(self.gap_s[requests], late_s)
+        self.given_s[requests] += given_s + late_s
+
+    @property
+    def num_viable(self) -> int:
+        """The number of speeches without a gap."""
+        return int((self.gap_s == 0).sum())
 
     def ttfa_ms(self, percent: float) -> float:
         since_s = self.begun_s if self.load.num_streams else self.load.arrivals_s
@@ -164,8 +183,8 @@ class Server:
         )
         self.device = Device()
         self.request = np.full(num_slots, -1)
-        self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of launched steps
-        self.wanted = np.zeros(num_slots, np.int64)
+        self.steps = np.zeros(num_slots, np.int64)  # launched
+        self.wanted = np.zeros(num_slots, np.int64)  # frames
         self.reports: deque[tuple[Work, np.ndarray, np.ndarray]] = deque()
         self.renders: deque[tuple[Work, Render]] = deque()
 
@@ -194,7 +213,7 @@ class Server:
         ]
         while waiting and free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
             request, slot = waiting.popleft(), free.pop()
-            self.request[slot], self.made[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
+            self.request[slot], self.steps[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
             heard.begun_s[request] = self.device.host_s
             self.scheduler.open(slot, PROMPT_TOKENS)
 
@@ -209,8 +228,9 @@ class Server:
         slots = self.scheduler.decoding_slots()
         if slots.size:
             work = self.device.launch("lm", self.cost("step", len(slots)))
-            self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
-            self.reports.append((work, slots, self.made[slots].copy()))
+            self.steps[slots] += 1
+            made = np.minimum(self.steps[slots] // self.counts.steps_per_frame, self.wanted[slots])
+            self.reports.append((work, slots, made))
             self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
 
@@ -233,8 +253,8 @@ class Server:
             work, render = self.renders.popleft()
             self.device.wait_for(work)
             now_s, requests = self.device.host_s, self.request[render.slots]
-            heard.first_s[requests] = np.fmin(heard.first_s[requests], now_s)
             given_s = render.count * self.counts.frame_s
+            heard.give(requests, given_s, now_s)
             self.scheduler.record_delivery(
                 render.slots, render.count, given_s, render.is_last, render.handed_s, now_s
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import zoo
 from benchmarks.predict import AIMS, COUNTS, STREAMS, Prediction, apart, in_the_way, table
 from benchmarks.rehearsal.cards import CARDS
 from benchmarks.rehearsal.costs import APART, Cost, Counts, Part, Row, merged
-from benchmarks.rehearsal.simulation import Device, Load, Server
+from benchmarks.rehearsal.simulation import Device, Heard, Load, Server
 from serving.engine.engine import CODECS
 from zoo.contract import Window
 
@@ -150,12 +151,13 @@ def test_the_committed_counts_give_consistent_predictions(path: Path):
     for one, fast in pairs:
         assert 0 < one.step_ms(1) <= one.step_ms(16) <= one.step_ms(64)
         assert 1 < one.audio_s_per_s() <= fast.audio_s_per_s()
-        assert max(one.step_ms(64), one.render_ms()) <= one.frame_ms() <= one.step_ms(64) + one.render_ms()
+        steps_ms = one.counts.steps_per_frame * one.step_ms(64)
+        assert max(steps_ms, one.render_ms()) <= one.frame_ms() <= steps_ms + one.render_ms()
         assert one.counts.at("step", 64).num_bytes() >= one.counts.at("step", 1).num_bytes()
         assert one.read_ratio() >= 1
         beyond_l2 = one.counts.at("step", 64).num_memory_bytes()
         assert beyond_l2 is None or 0 < beyond_l2 <= one.counts.at("step", 64).num_bytes()
-        assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(one.step_ms(64) + one.render_ms())
+        assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(steps_ms + one.render_ms())
         assert path.stem in in_the_way(one)
     rows = list(table(pairs))
     assert Counter(row.count("|") for row in rows) == {rows[0].count("|"): len(rows)}
@@ -177,3 +179,25 @@ def test_a_family_without_an_aim_is_compared_with_its_floor():
     assert one.floor_ms(1) == one.floor_ms(STREAMS) == pytest.approx(1.0)
     assert one.aim() == pytest.approx(STREAMS * FRAME_S * 1e3)
     assert "of 6400 audio-s/s at the floor" in in_the_way(one)
+
+
+def test_a_frame_of_several_steps_takes_as_many_times_as_long():
+    """A listener's first audio and the audio per second follow from frames, not from steps."""
+    one, seven = counts(), replace(counts(), steps_per_frame=7)
+    single, sevenfold = Prediction(one, H100), Prediction(seven, H100)
+    assert sevenfold.frame_ms() == pytest.approx(7 * single.frame_ms())
+    assert sevenfold.audio_s_per_s() == pytest.approx(single.audio_s_per_s() / 7)
+    load = Load.closed(4, frames=20, num_streams=4)
+    slow, fast = (Server(each, H100, num_slots=4).serve(load) for each in (seven, one))
+    assert slow.audio_s == fast.audio_s == pytest.approx(float(load.frames.sum()) * FRAME_S)
+    assert slow.busy_s > 5 * fast.busy_s and slow.ttfa_ms(50) > 2 * fast.ttfa_ms(50)
+
+
+def test_a_late_delivery_is_a_gap_of_its_listener_alone():
+    heard = Heard(Load.closed(2, frames=20, num_streams=2))
+    both, first = np.array([0, 1]), np.array([0])
+    heard.give(both, np.array([0.2, 0.2]), 1.0)
+    heard.give(first, np.array([0.1]), 1.15)  # plays until 1.3
+    heard.give(first, np.array([0.1]), 1.35)  # late by 0.05, plays until 1.45
+    heard.give(both, np.array([0.1, 0.1]), 1.2)
+    assert heard.gap_s.tolist() == pytest.approx([0.05, 0]) and heard.num_viable == 1
