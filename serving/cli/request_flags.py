@@ -36,7 +36,7 @@ class RequestFlags:
         str | None,
         Option(
             help="The model speaks in one of its voices (zoo inspect lists them), or in a mix such as "
-            "vivian(2)+ryan(1).",
+            "vivian(2)+ryan(1). Default: its first one.",
             rich_help_panel=VOICE,
         ),
     ] = None

@@ -67,7 +67,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Name | Voice | None,
         Meta(
             description="the name of a voice of the model or of an uploaded voice (GET /v1/audio/voices), "
-            'or {"id": name}; models with `mixes` also take a weighted mix such as anna(2)+bert(1)'
+            'or {"id": name}; models with `mixes` also take a weighted mix such as anna(2)+bert(1); default: '
+            "the model's first voice"
         ),
     ] = None
     instructions: Annotated[

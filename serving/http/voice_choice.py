@@ -8,7 +8,7 @@
     an alias                       the voice that it stands for
     a name of OpenAI's             the model's first voice, with a warning, if the server has one model and is
                                    not strict; recordings take precedence over it
-    nothing                        the model chooses
+    nothing, "" or "default"       the alias "default" if there is one, otherwise the model chooses
 
 Real names take precedence over aliases, and aliases over OpenAI's names. `References` finds the recordings of a
 choice.
@@ -27,6 +27,7 @@ from serving.http.schemas import CLIENT_FIELD, Model, SpeechRequest
 from serving.http.voices import Voices
 from zoo.request import MAX_SHARES, is_mix, names_in, with_own_names
 
+DEFAULT = "default"  # the alias of the voice for requests that name none
 MAX_NAMES = 20  # in a message
 MAX_MIXED = MAX_SHARES + 1  # so that the engine refuses larger mixes
 # developers.openai.com/api/docs/guides/text-to-speech
@@ -105,12 +106,18 @@ class VoiceChooser:
     ) -> tuple[str | None, str | None]:
         """Return the voice that a name means (None: the model chooses), and a warning if it stands in for
         OpenAI's."""
-        if asked is None or is_own(model.voices, asked) or self.voices.has(asked):
+        if not asked:
+            return None if has_recordings else self.names.voices.get(DEFAULT), None
+        if is_own(model.voices, asked) or self.voices.has(asked):
             return asked, None
         if asked in self.names.voices:
             return self.names.voices[asked], None
         if is_mix(asked):
             return with_own_names(asked, self.names.voices), None
+        if (
+            asked == DEFAULT and not self.names.is_strict
+        ):  # SGLang-Omni's clients name it where none is chosen
+            return None, None
         if self.names.is_strict or not is_only_model or asked.lower() not in OPENAI_VOICES:
             return asked, None
         first = None if has_recordings else next(iter(model.voices), None)

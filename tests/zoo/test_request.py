@@ -10,6 +10,7 @@ import pytest
 from toy import Toy
 
 from zoo.check import check
+from zoo.contract.family import understood
 from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn, sampling_options
 
 SCALE = Option("scale", float, "how far", 2.0, (0, 10))
@@ -291,3 +292,14 @@ def test_turns_and_open_text():
 
 def test_messages_call_a_model_without_a_name_by_its_variant():
     refused("is_open", "^toy hum takes no text", is_open=True, spec=replace(PLAIN, name=""))
+
+
+# what every family understands
+
+
+def test_a_request_without_a_voice_has_the_models_first_one():
+    assert understood(Request(text="a"), VOICES).voice == "Anna"
+    assert understood(Request(text="a", voice="bert"), VOICES).voice == "bert"
+    assert understood(Request(text="a", references=(REFERENCE,)), VOICES).voice is None
+    assert understood(Request(text="a"), PLAIN).voice is None
+    assert understood(Request(text="a"), replace(VOICES, voices=("Anna",))).voice is None  # it has no other

@@ -200,7 +200,9 @@ class Piece(NamedTuple):
 
 
 def understood(request: Request, spec: Spec) -> Request:
-    """Return the request with the model's own name of its language."""
+    """Return the request with the model's own name of its language, and with its first voice if it chooses none."""
+    if request.voice is None and len(spec.voices) > 1 and not request.references:
+        request = replace(request, voice=spec.voices[0])
     if request.language is None:
         return request
     return replace(request, language=own_name(request.language, spec.languages))

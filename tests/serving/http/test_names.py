@@ -181,3 +181,27 @@ def test_a_reference_may_be_an_audio_path_as_sglangs_clients_send_it(tmp_path):
         assert answer.status_code == 200, answer.text
         [reference] = server.engine.messages[answer.headers["x-request-id"]].references
         assert reference.transcript == "Hm."
+
+
+@pytest.mark.parametrize("voice", [None, "", "default"])
+def test_a_request_without_a_voice_has_the_default_voice(server, several, tmp_path, voice):
+    assert reached(server, voice=voice) == ("fake", None, None)  # the model's first voice
+    assert reached(several, voice=voice)[1] is None
+    with Server(tmp_path, names=Names({}, {"default": "ryan"})) as server:
+        assert reached(server, voice=voice) == ("fake", "ryan", None)
+        assert reached(server, voice="vivian") == ("fake", "vivian", None)
+
+
+def test_a_recording_takes_precedence_over_the_default_voice(tmp_path):
+    names = Names({}, {"default": "anna"})
+    with Server(tmp_path, models=[CLONER], names=names) as server:
+        upload(server, "anna")
+        recorded = {"ref_audio": base64.b64encode(recording()).decode()}
+        assert reached(server, **recorded)[1] is None and reached(server, **recorded, voice="")[1] is None
+        answer = server.speak("frames 1")  # the uploaded voice
+        [reference] = server.engine.messages[answer.headers["x-request-id"]].references
+        assert reference.clip.directory.endswith("anna")
+
+
+def test_a_strict_server_has_no_voice_of_the_name_default(strict):
+    assert "no voice 'default'" in error(strict.speak("frames 1", voice="default"), 400)["message"]
