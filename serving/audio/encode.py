@@ -23,7 +23,7 @@ import soxr
 from serving.audio.pcm import pcm16, wav_header
 from serving.audio.speed import Stretch, stretched
 
-# Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC there.
+# The default. Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC there.
 MAX_BIT_RATE = 96_000
 FULL_SCALE = 32767
 
@@ -40,6 +40,10 @@ class Format:
     decoded_hz: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)  # of the muxer, for a stream
     codec_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_bit_rate(self) -> bool:
+        return self.codec in ("libmp3lame", "libopus", "aac")
 
     def codec_hz(self, model_hz: int, asked_hz: int | None) -> int:
         """Return the rate to encode at. Raises ValueError for a rate that the format does not support."""
@@ -109,12 +113,21 @@ class Encoder:
     are ready, perhaps none. `finish` returns the rest.
 
     `sample_rate_hz` is the rate that the file decodes to. Calls may come from any thread, one at a time.
+    bit_rate: in bits a second, of a format that `has_bit_rate`.
     Raises ValueError for a rate that the format does not support.
     """
 
-    def __init__(self, name: str, model_hz: int, asked_hz: int | None = None, speed: float = 1.0):
+    def __init__(
+        self,
+        name: str,
+        model_hz: int,
+        asked_hz: int | None = None,
+        speed: float = 1.0,
+        bit_rate: int | None = None,
+    ):
         self._form = FORMATS[name]
         self._rate_hz = self._form.codec_hz(model_hz, asked_hz)
+        self._bit_rate = bit_rate
         self.sample_rate_hz = self._form.decoded_hz or self._rate_hz
         self._stretch = None if speed == 1 else Stretch(model_hz, speed)
         self.is_light = not (self._form.codec or self._stretch)  # takes microseconds, so needs no thread
@@ -145,14 +158,22 @@ class Encoder:
 
     def _encode(self, pcm: bytes) -> bytes:
         if self._form.codec:
-            self._codec = self._codec or _Codec(self._form, self._rate_hz, _Sink(), self._form.options)
+            if self._codec is None:
+                self._codec = _Codec(self._form, self._rate_hz, _Sink(), self._form.options, self._bit_rate)
             return self._codec.feed(pcm)
         head = self._head
         self._head = b""
         return head + pcm
 
 
-def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, speed: float = 1.0) -> bytes:
+def file(
+    name: str,
+    pcm: bytes,
+    model_hz: int,
+    asked_hz: int | None = None,
+    speed: float = 1.0,
+    bit_rate: int | None = None,
+) -> bytes:
     """Return complete speech as a whole file, whose header has the true length. Raises ValueError for a rate
     that the format does not support."""
     form = FORMATS[name]
@@ -165,9 +186,8 @@ def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, spee
     if not form.codec:
         return wav_header(rate_hz, len(pcm)) + pcm if name == "wav" else pcm
     sink = io.BytesIO()
-    codec = _Codec(
-        form, rate_hz, sink, {name: value for name, value in form.options.items() if name not in STREAMED}
-    )
+    options = {name: value for name, value in form.options.items() if name not in STREAMED}
+    codec = _Codec(form, rate_hz, sink, options, bit_rate)
     codec.feed(pcm)
     codec.finish()
     return sink.getvalue()
@@ -190,7 +210,14 @@ class _Sink(io.RawIOBase):
 class _Codec:
     """A codec and its muxer."""
 
-    def __init__(self, form: Format, rate_hz: int, sink: io.IOBase, options: Mapping[str, str]):
+    def __init__(
+        self,
+        form: Format,
+        rate_hz: int,
+        sink: io.IOBase,
+        options: Mapping[str, str],
+        bit_rate: int | None = None,
+    ):
         self.sink = sink
         self.tick = Fraction(1, rate_hz)
         self.position = 0  # samples
@@ -202,7 +229,7 @@ class _Codec:
         )
         assert isinstance(stream, av.AudioStream), f"{form.codec} makes a {type(stream).__name__}"
         self.stream = stream
-        self.stream.bit_rate = min(MAX_BIT_RATE, 4 * rate_hz)
+        self.stream.bit_rate = bit_rate or min(MAX_BIT_RATE, 4 * rate_hz)
         self.container.start_encoding()
 
     def feed(self, pcm: bytes) -> bytes:

@@ -11,6 +11,7 @@ import msgspec
 from litestar import Request
 from litestar.exceptions import HTTPException
 
+from serving.audio import encode
 from serving.http.errors import SPEECH, cut, refusal, uncapitalized
 from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, Model, SpeechRequest
 from serving.http.server import Server
@@ -134,6 +135,10 @@ def check(data: SpeechRequest, model: Model, server: Server) -> None:
     if data.timestamp_granularities and data.stream_format != "sse":
         message = "timestamps need stream_format sse; set it, or leave timestamp_granularities out"
         raise refusal(400, message, "timestamp_granularities")
+    if data.bit_rate is not None and not encode.FORMATS[data.response_format].has_bit_rate:
+        possible = ", ".join(name for name, form in encode.FORMATS.items() if form.has_bit_rate)
+        message = f"{data.response_format} has no bit rate; these formats have one: {possible}"
+        raise refusal(400, message, "bit_rate")
     if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
         message = f"model {model.id!r} does not support task_type {data.task_type!r}; it supports: {possible}"

@@ -121,6 +121,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "supports; default: the model's own rate (opus is always 48000)"
         ),
     ] = None
+    bit_rate: Annotated[
+        Annotated[int, Meta(ge=8000, le=192_000)] | None,
+        Meta(
+            description="the bits per second of mp3, opus, webm, aac or m4a, an integer from 8000 to 192000; the "
+            "codec takes the nearest that it has; default: 96000, or less at low sample rates"
+        ),
+    ] = None
     speed: Annotated[
         Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
         Meta(

@@ -76,7 +76,11 @@ class Speech:
         self.is_sse = request.stream_format == "sse"
         try:
             self.encoder = encode.Encoder(
-                request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
+                request.response_format,
+                model.sample_rate_hz,
+                request.sample_rate,
+                request.speed,
+                request.bit_rate,
             )
         except ValueError as error:
             raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
@@ -260,6 +264,7 @@ class Speech:
             self.model.sample_rate_hz,
             self.request.sample_rate,
             self.request.speed,
+            self.request.bit_rate,
         )
 
     async def send_audio(self, send: Send, audio: bytes) -> None:

@@ -135,7 +135,11 @@ class Utterance:
         self.send_event, self.send_bytes = send_event, send_bytes
         request, model = settings.request, settings.model
         self.encoder = encode.Encoder(
-            request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
+            request.response_format,
+            model.sample_rate_hz,
+            request.sample_rate,
+            request.speed,
+            request.bit_rate,
         )
         self.began_s = time.perf_counter()
         self.ended_s: float | None = None  # when its text was complete

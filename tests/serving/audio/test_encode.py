@@ -179,6 +179,20 @@ def test_an_unsupported_rate_is_refused(name, asked_hz, says):
         encode.file(name, b"", RATE_HZ, asked_hz)
 
 
+@pytest.mark.parametrize("name", [name for name, form in encode.FORMATS.items() if form.has_bit_rate])
+def test_a_file_and_a_stream_have_the_bit_rate_that_was_asked_for(name):
+    pcm = pcm16(0.5 * speech() + np.random.default_rng(0).uniform(-0.2, 0.2, 57600))
+    sizes = []
+    for bit_rate in (32_000, 64_000):
+        encoder = encode.Encoder(name, RATE_HZ, bit_rate=bit_rate)
+        stream = encoder.feed(pcm) + encoder.finish()
+        whole = encode.file(name, pcm, RATE_HZ, bit_rate=bit_rate)
+        assert all(len(decoded(name, data, encoder.sample_rate_hz)) for data in (stream, whole))
+        sizes.append((len(stream), len(whole)))
+    for slow, fast in zip(*sizes, strict=True):  # without what the containers add
+        assert (fast - slow) * 8 / 2.4 == pytest.approx(32_000, rel=0.25)
+
+
 def test_an_abandoned_encoder_prints_nothing(capfd):
     for name in encode.FORMATS:
         encoder = encode.Encoder(name, RATE_HZ)

@@ -97,6 +97,12 @@ def test_whole_files_in_every_format(server):
         assert duration_s == LASTS_S or (name in ("aac", "m4a") and 0 <= duration_s - LASTS_S < 0.1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_bit_rate_makes_answers_smaller(server, stream):
+    sizes = [len(listen(server, "opus", stream=stream, bit_rate=rate)[1]) for rate in (16_000, 64_000)]
+    assert sizes[0] < 0.6 * sizes[1]
+
+
 def test_mp3_is_the_default_format(server):
     answer = server.http.post("/v1/audio/speech", json={"input": "tone 2"})
     assert (
