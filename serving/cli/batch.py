@@ -163,7 +163,6 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
     from serving.engine.options import Options
 
     plan = Options(
-        "",
         {"batch": directory},
         device=running.device,
         dtype=running.dtype,

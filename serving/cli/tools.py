@@ -242,7 +242,6 @@ def warm(
     from serving.tools.warm import warm as compile_all
 
     options = Options(
-        socket="",
         models=directories,
         device=device,
         dtype=dtype,

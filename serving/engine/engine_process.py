@@ -57,13 +57,14 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
 
 
 def main() -> None:
-    options = Options.of(msgspec.json.decode(sys.argv[1], type=EngineArguments))
+    arguments = msgspec.json.decode(sys.argv[1], type=EngineArguments)
+    options = Options.of(arguments)
     logs.configure("engine")
     sys.setswitchinterval(SWITCH_S)
-    if options.parent_fd is not None:
-        exit_with_parent(options.parent_fd)
+    if arguments.parent_fd is not None:
+        exit_with_parent(arguments.parent_fd)
     bridge = Bridge()
-    bridge.listen(options.socket)
+    bridge.listen(arguments.socket)
 
     def tell(state: protocol.State, progress: float, detail: str) -> None:
         bridge.tell(protocol.Status(state, progress, detail))

@@ -84,8 +84,10 @@ def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict
     devices = device_map(options.device_map, family, made, room_of_devices(device))
     parts = [f"{n / 2**30:.1f} GiB on {where}" for where, n in bytes_by_device(family, devices).items()]
     if parts:
-        lie = f"{len(devices)} layers lie elsewhere ({', '.join(parts)}) and are copied to {device} for each launch"
-        log.info(f"{lie}; such a model is neither compiled nor recorded")
+        log.info(
+            f"{len(devices)} layers lie elsewhere ({', '.join(parts)}) and are copied to {device} for each "
+            "launch; such a model is neither compiled nor recorded"
+        )
     return devices
 
 

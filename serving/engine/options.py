@@ -1,4 +1,4 @@
-"""Options of the engine process."""
+"""Options of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from serving.settings import EngineArguments
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    socket: str
     models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # None: the GPU where there is one
     dtype: str | None = None
@@ -29,14 +28,11 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     compile: bool = True
     codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
     deterministic: bool = False  # equal requests give equal bytes, whatever else is served
-    parent_fd: int | None = None
 
     @classmethod
     def of(cls, arguments: EngineArguments) -> Options:
         settings = arguments.settings
         return cls(
-            socket=arguments.socket,
-            parent_fd=arguments.parent_fd,
             models=settings.models,
             **msgspec.structs.asdict(settings.model),
             **msgspec.structs.asdict(settings.latency),

@@ -62,8 +62,8 @@ def device_map(how: str, family: Family[Any], plan: MemoryPlan, room: Mapping[st
     fixed = plan.total - num_bytes([tensor for layer in movable.values() for tensor in layer.parameters()])
     if fixed > room[main]:
         raise ValueError(
-            f"{main} has {room[main]} bytes to give, and {fixed} are needed besides the layers, which --device-map "
-            "can put elsewhere: serve with fewer slots"
+            f"{main} has {room[main]} bytes to give, and {fixed} are needed besides the layers, which "
+            "--device-map can put elsewhere: serve with fewer slots"
         )
     left = {main: room[main] - fixed} | {other: room[other] for other in others}
     return _dealt(how, movable, left)

@@ -76,9 +76,7 @@ def test_a_device_that_is_missing_is_refused():
 
 
 def test_without_a_gpu_a_device_map_is_refused():
-    options = Options(
-        socket="", models={"a": str(directory("qwen3_tts", "tiny"))}, device="cpu", device_map="auto"
-    )
+    options = Options(models={"a": str(directory("qwen3_tts", "tiny"))}, device="cpu", device_map="auto")
     with pytest.raises(ValueError, match="needs a GPU"):
         placement(options, 1, None)
 

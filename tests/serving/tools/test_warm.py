@@ -26,7 +26,7 @@ def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     monkeypatch.setattr(zoo, "find", lambda model: model)
     monkeypatch.setattr(zoo, "load", lambda model, device, dtype: toys[model])
     steps: list[tuple[float, str]] = []
-    options = Options(socket="", models={"a": "toy", "b": "other"}, device="cpu", max_slots=2)
+    options = Options(models={"a": "toy", "b": "other"}, device="cpu", max_slots=2)
     one, two = warm(options, lambda *step: steps.append(step))
     assert (one["model"], two["model"]) == ("a", "b")
     for done in (one, two):
