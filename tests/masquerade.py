@@ -190,6 +190,14 @@ class LateStream(streams.Stream):
 
     def borrow(self, tensor: Tensor) -> None: ...
 
+    def mark(self) -> Any:
+        return self.queue[-1][1] if self.queue else None
+
+    def wait_for(self, event: Any) -> None:
+        """Let later work begin when another stream has done what it had to do at its mark."""
+        if isinstance(event, LateCopy):
+            self.run(lambda: event.tensors() and ())
+
     def advance(self) -> None:
         for _ in range(self.chance.choice((0, 0, 0, 0, 1, 3))):
             if self.queue:

@@ -31,14 +31,19 @@ RESULTS = {"out", "log_sums", "grown"}  # arguments that our kernels write
 # FLOPs of kernels whose arithmetic may take longer than their bytes, from their arguments
 WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
-    "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["num_places"] + given["num"]),
+    "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["capacity"] + given["num"]),
 }
 # Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one
 # layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
-    ("_attend_stretch", "caches"): lambda given: len(given["slots"]) * tensor_bytes(given["caches"][0, 0]),
-    ("_keep_stretch", "caches"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
+    ("_attend_stretch", "arena"): lambda given: _past_bytes(given["k"], given["capacity"]),
+    ("_keep_stretch", "arena"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
 }
+
+
+def _past_bytes(keys: Tensor, capacity: int) -> int:
+    """Return the bytes of keys and values of so many places for each row of keys [B, Q, D]."""
+    return 2 * keys.shape[0] * capacity * keys.shape[2] * keys.itemsize
 
 
 class Kernel:
@@ -114,7 +119,7 @@ def lowering(log: Log) -> Iterator[Kernels]:
         for name in tensors.values():
             part = TOUCHED.get((function.__name__, name))
             touched[name] = log.touched(given[name]) if part is None else (given[name], part(given))
-        is_written = RESULTS if function.__name__ != "_keep_stretch" else {"caches"}
+        is_written = RESULTS if function.__name__ != "_keep_stretch" else {"arena"}
         reads = [one for name, one in touched.items() if name not in is_written]
         writes = [one for name, one in touched.items() if name in is_written]
         flops = WORK[function.__name__](given) if function.__name__ in WORK else 0

@@ -42,6 +42,9 @@ class Worker(Protocol):
     def num_to_resume(self, job: Job) -> int: ...
     def num_to_admit(self, job: Job) -> int: ...
     def buffered_s(self, job: Job) -> float: ...
+    def needs_pages(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
+    def has_use_for_pages(self, job: Job) -> bool: ...
+    def grow(self, job: Job) -> bool: ...
     def pause(self, job: Job) -> None: ...
     def resume(self, job: Job) -> bool: ...
     def record_pass(self, job: Job) -> None: ...
@@ -70,19 +73,29 @@ class QueuedRequest:
 
 @dataclass
 class HeldPages:
-    """The pages of a job in a slot. lanes: of each lane. saved: what a paused job's pages held. committed:
+    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past: what
+    a paused job's pages held. num_past: pages of the past that a paused job had, or that are shared. committed:
     pages that its pass can ever need. num_skips: smaller requests that were admitted while it lacked pages;
     too_few: the free pages that were not enough for it."""
 
     lanes: list[list[int]] = field(default_factory=list)
+    past: list[int] = field(default_factory=list)
     saved: AsyncCopy | None = None
+    saved_past: AsyncCopy | None = None
+    num_past: int = 0
     committed: int = 0
     num_skips: int = 0
     too_few: int = -1
 
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.lanes)) + len(self.past)
+
     def drop(self) -> None:
         self.lanes = []
-        self.saved = None
+        self.past = []
+        self.saved = self.saved_past = None
+        self.num_past = 0
         self.too_few = -1
 
 

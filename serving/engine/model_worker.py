@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from serving.engine.counters import ModelCounters
-from serving.engine.device.arena import Arena
+from serving.engine.device.arena import Arena, paged_past
 from serving.engine.device.runner import Runner
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import NOT_FINITE
@@ -170,6 +170,7 @@ class ModelWorker:
             skips = [0 for _ in job.prompt.lanes]
             job.pages.lanes = [[] for _ in job.prompt.lanes]
             job.pages.saved = self.runner.save([])
+            job.pages.past = []
         self._begin(job, skips, self.scheduler.begin_pass)
         self.scheduler.slots.lacks_pages[job.slot] = not has_pages
         return has_pages
@@ -194,6 +195,8 @@ class ModelWorker:
         )
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
+        if job.pages.past:
+            self.pages.open_past(job)
         self.pages.count(job)
 
     def release(self, job: Job) -> None:
@@ -208,8 +211,7 @@ class ModelWorker:
             self.pages.forget(job)
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
-        self.pages.give_back(job)
-        self.tenants.leave(job.slot)
+        self.tenants.leave(job.slot, self.pages.give_back_lanes(job))
         job.slot = -1
         job.pages.drop()
 
@@ -267,13 +269,33 @@ class ModelWorker:
         """Return the jobs that are to take a step and have no page for it."""
         if not self.running:
             return []
-        return [self.running[slot] for slot in self.pages.short_slots(self.scheduler.decoding_slots())]
+        slots = self.scheduler.decoding_slots()
+        return [self.running[slot] for slot in self.pages.short_slots(slots, self._frames_ahead(slots))]
+
+    def _frames_ahead(self, slots: np.ndarray) -> np.ndarray:
+        """Return how many frames the slots have at most after the next step. [B]"""
+        return self.scheduler.slots.tape.num_ready[slots] + self.settings.report_lag + 1
+
+    def grow(self, job: Job) -> bool:
+        """Give a job the pages that it lacks for its next step. Return whether there were enough."""
+        return self.pages.grow(job, int(self._frames_ahead(np.array([job.slot]))[0]))
 
     def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool:
         """Return whether a job would take steps if it had pages. is_flexible_time: None for now's."""
         if is_flexible_time is None:
             is_flexible_time = self.scheduler.is_flexible_time
         return bool(self.scheduler.slots.may_step(is_flexible_time)[job.slot])
+
+    def needs_pages(self, job: Job, is_flexible_time: bool | None = None) -> bool:
+        """Return whether a paused job could go on if it had pages: take steps, or have frames rendered."""
+        return self.may_step(job, is_flexible_time) or self._waits_to_render(job)
+
+    def has_use_for_pages(self, job: Job) -> bool:
+        """Return whether a paused job may come to need pages."""
+        return not self.is_done(job.slot) or self._waits_to_render(job)
+
+    def _waits_to_render(self, job: Job) -> bool:
+        return bool(self.scheduler.waits_to_render(job.slot))
 
     def buffered_s(self, job: Job) -> float:
         """Return the audio that a job's listener has not played yet."""
@@ -286,7 +308,7 @@ class ModelWorker:
 
     def _needed_to_resume(self, job: Job) -> list[int]:
         if self.settings.grows:
-            return self.pages.needed_to_resume(job)
+            return self.pages.needed_to_resume(job, int(self._frames_ahead(np.array([job.slot]))[0]))
         return self.pages.num_needed(job.prompt)
 
     def num_to_resume(self, job: Job) -> int:
@@ -357,4 +379,5 @@ def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) ->
         prefill_interval=GPU_PREFILL_INTERVAL if family.device.type == "cuda" else 1,
         hold_s=spec.window.hold_samples / spec.sample_rate_hz,
         is_one_by_one=family.strategy.cuts_renders,
+        renders_from_pages=paged_past(family) is not None,
     )

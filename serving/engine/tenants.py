@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 
 class Tenants:
     """A window that is under way reads its slot, on another stream than the one on which the next tenant
-    would move in. So a slot that is given back stays `leaving` until its windows are done. `generation` grows
-    when a slot changes hands, so that late reports find their own request."""
+    would move in. So a slot that is given back stays `leaving` until its windows are done, and so do the
+    pages of its past. `generation` grows when a slot changes hands, so that late reports find their own
+    request."""
 
     def __init__(self, num_slots: int):
         self.free = list(range(num_slots - 1, -1, -1))
-        self.leaving: set[int] = set()
+        self.leaving: dict[int, Callable[[], None]] = {}  # and what gives its past back
         self.generation = np.zeros(num_slots, np.int64)
         self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
 
@@ -20,15 +23,16 @@ class Tenants:
         """Let reports of launches so far find nobody: the slot's next pass begins."""
         self.generation[slot] += 1
 
-    def leave(self, slot: int) -> None:
+    def leave(self, slot: int, give_back: Callable[[], None] = lambda: None) -> None:
         self.renew(slot)
-        self.leaving.add(slot)
+        self.leaving[slot] = give_back
         self.free_up()
 
     def free_up(self) -> None:
         free = [slot for slot in self.leaving if not self.num_rendering[slot]]
         self.free.extend(free)
-        self.leaving.difference_update(free)
+        for slot in free:
+            self.leaving.pop(slot)()
 
     def stayed(self, slots: np.ndarray, generation: np.ndarray) -> np.ndarray:
         """Return which slots still have the tenant of that generation. [B]"""

@@ -99,7 +99,10 @@ class Flow(nn.Module):
         rows = given.new_zeros(len(x) * lanes, self.estimator.layout.size)
         state = CodecState(self.estimator.layout, rows, x.shape[1], count.repeat_interleave(lanes))
         inputs = torch.cat((x.repeat_interleave(lanes, 0).to(given.dtype), given.flatten(0, 1)), -1)
-        velocities = self.estimator(inputs, shifts, state, seen, mask, caches).unflatten(0, (-1, lanes))
+        numbers = self.estimator.numbers[0]  # nothing is kept
+        velocities = self.estimator(inputs, shifts, state, seen, mask, caches, numbers).unflatten(
+            0, (-1, lanes)
+        )
         velocity, *null = (one.to(x.dtype) for one in velocities.unbind(1))
         if null:
             velocity = (1 + config.guidance) * velocity - config.guidance * null[0]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from zoo.contract.family import Family, FamilyFolder, Said, Speech
 from zoo.contract.prompt import Lane, Prompt, following, frame_cap
-from zoo.contract.spec import KV, Spec, Window
+from zoo.contract.spec import KV, Past, Spec, Window
 from zoo.contract.state import Batch, State, View
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Family",
     "FamilyFolder",
     "Lane",
+    "Past",
     "Prompt",
     "Said",
     "Spec",

@@ -70,6 +70,11 @@ class Family(nn.Module, ABC, Generic[S]):
     def admit(self, state: S, slot: int, prompt: Prompt) -> None:
         state.open(slot, prompt)
 
+    def fill_past(self, state: S, prompt: Prompt, first: int, pages: Tensor) -> None:
+        """Write the chunks that `prompt.past_keys` names, from a first one on, to their pages [P] of
+        `state.arena`. Only for families whose spec has a `past`."""
+        raise AssertionError(f"{self.spec.family} keeps no past")
+
     def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """Add text to a slot whose prompt was open -> the number of further steps that it allows. `is_last`:
         no text follows, so the text no longer limits the steps. Raises RequestError if the slot cannot hold

@@ -56,6 +56,9 @@ class Prompt:
     max_steps: int = 0  # the most steps that the pass can take; 0: one per frame
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
+    past_frames: int = 0  # frames of the renderer's past before the first frame, with spec.past
+    # names the whole chunks of these frames that the prompt brings along, one each: equal keys, equal chunks
+    past_keys: tuple[int, ...] = ()
     # the number of steps that the text so far allows; None if the text is complete
     num_fed_steps: int | None = None
     conversation: str | None = None  # the request's `conversation`

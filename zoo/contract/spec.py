@@ -28,6 +28,25 @@ class KV:
 
 
 @dataclass(frozen=True)
+class Past:
+    """What a renderer keeps of each stream in pages of the arena: chunks of `frames` frames, the prompt's
+    included. On a CPU a state's own rows hold it, since untouched memory costs nothing there.
+
+    values: of a chunk; row_values: a page holds whole rows of so many; max_chunks: of a stream, later ones
+    overwrite earlier ones.
+    """
+
+    frames: int
+    values: int
+    row_values: int
+    max_chunks: int
+
+    def chunks(self, frames: int) -> int:
+        """Return how many chunks a stream of so many frames takes."""
+        return min(-(-frames // self.frames), self.max_chunks)
+
+
+@dataclass(frozen=True)
 class Window:
     """The stretches of the tape that `render` accepts, in frames. The engine picks when a stretch is
     rendered; this class fixes its shapes.
@@ -83,6 +102,7 @@ class Spec:
     max_frames: int  # of the longest tape
     max_positions: int  # of a prompt and its tape together
     window: Window
+    past: Past | None = None  # of streams, which `render` reads and writes
     lanes: int = 1
     steps_per_frame: int = 1  # of a model that writes a frame token by token
     # shape of the noise that one frame is solved from; empty if frames are not solved from noise

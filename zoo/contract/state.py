@@ -51,6 +51,9 @@ class View:
     is_last: Tensor  # [B] bool, whether the speech ends with this stretch
     frames: int  # the launch's shape, one of `Window.sizes`
     length: int = 0  # one of `Window.lengths`, at least start + count; 0 if the decoder reads no growing past
+    # [B, P], pages of `State.arena` that hold each slot's past, chunk after chunk, and at last one that is
+    # nobody's, for padding; None if the state's own rows hold it
+    pages: Tensor | None = None
 
 
 SMALL_ROW = 64  # values; a longer row is filled on the device
@@ -69,6 +72,7 @@ class State:
     finite [S+1]: whether all values that were checked were finite (`check`).
     noise [F, *noise]: replaces the noise that each step draws, in every slot, unless it is None. See
     `zoo.generate`.
+    arena [pages, values]: pages that hold the renderer's past; None if the state's own rows hold it.
     """
 
     seed: Tensor
@@ -87,6 +91,7 @@ class State:
         self.written = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.finite = torch.ones(rows, dtype=torch.bool, device=device)
         self.noise: Tensor | None = None
+        self.arena: Tensor | None = None
         self.add("limit", dtype=torch.int64)
         self.add("seed", dtype=torch.int64)
 
@@ -126,7 +131,9 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that have a row for each slot, by name."""
         return {
-            name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "noise"
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name not in ("noise", "arena")
         }
 
     def take_row(self, slot: int, source: State) -> None:

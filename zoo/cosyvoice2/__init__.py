@@ -97,6 +97,7 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.cosyvoice2.clone import REFERENCE_S
     from zoo.cosyvoice2.config import YAML, Config
+    from zoo.cosyvoice2.flow import past_of
     from zoo.cosyvoice2.prompt import HINTS, PIECE_S, TAGS, options
     from zoo.cosyvoice2.strategy import MAX_FRAMES, WINDOW
     from zoo.cosyvoice2.voices import read_voices
@@ -120,6 +121,7 @@ def describe(directory: Path):
         max_frames=min(MAX_FRAMES, config.lm.max_positions),
         max_positions=config.lm.max_positions,
         window=replace(WINDOW, hold_samples=Plan.of(config.vocoder).lag),
+        past=past_of(config.flow),
         # per mel frame: the flow's starting noise, then the noise of the vocoder's source
         noise_shape=(TOKEN_FRAMES, MELS + MEL_SAMPLES * config.vocoder.harmonics),
         voices=voices,

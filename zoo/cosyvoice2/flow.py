@@ -16,18 +16,21 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.contract import Past
 from zoo.cosyvoice2.config import FlowConfig
 from zoo.cosyvoice2.strategy import MAX_FRAMES
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import PAIR, Estimator
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, NUM_UP_LAYERS, TOKEN_FRAMES
-from zoo.nn.s3.stretch import Seen, Stretch
+from zoo.nn.s3.stretch import PagedLayer, Seen, Stretch
 
 STEPS = 10
 NOISE_BLOCK = 15_000  # frames in the reference's buffer
@@ -65,19 +68,29 @@ def zeros(like: Tensor, *shape: int) -> Tensor:
 class FlowCache:
     """The past of streams, one row each: keys, values and the ends of the convolutions.
 
-    `capacity` is in tokens.
+    `capacity` is in tokens. Keys and values take no memory before their first use: on a GPU they are in pages.
     """
 
     def __init__(self, flow: Flow, rows: int, capacity: int):
-        config, like = flow.config, flow.output.bias
+        self.config, self.like, self.rows = flow.config, flow.output.bias, rows
         self.capacity = capacity
-        tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # padding is written to the last place
-        self.encoder = [zeros(like, rows, tokens, 2 * config.width) for _ in range(config.layers)]
-        self.encoder += [zeros(like, rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
-        num_layers, inner = (config.num_mid + 2) * config.num_blocks, config.estimator_heads * config.head_dim
-        self.estimator = [zeros(like, num_layers, rows, frames, PAIR, 2 * inner) for _ in range(STEPS)]
-        self.encoder_past = like.new_zeros(rows, flow.encoder.layout.size)
-        self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
+        self.encoder_past = self.like.new_zeros(rows, flow.encoder.layout.size)
+        self.estimator_past = self.like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
+
+    @cached_property
+    def encoder(self) -> list[Tensor]:
+        """Of each layer [rows, positions + 1, 2 * width]: padding is written to the last place."""
+        width, rows = 2 * self.config.width, self.rows
+        tokens, frames = self.capacity + 1, TOKEN_FRAMES * self.capacity + 1
+        by_token = [zeros(self.like, rows, tokens, width) for _ in range(self.config.layers)]
+        return by_token + [zeros(self.like, rows, frames, width) for _ in range(NUM_UP_LAYERS)]
+
+    @cached_property
+    def estimator(self) -> list[Tensor]:
+        """Of each step [layers, rows, positions + 1, PAIR, 2 * inner]."""
+        config, places = self.config, TOKEN_FRAMES * self.capacity + 1
+        shape = num_layers(config), self.rows, places, PAIR, 2 * inner_width(config)
+        return [zeros(self.like, *shape) for _ in range(STEPS)]
 
     def clear(self, row: int) -> None:
         """Clear the convolutions' past of a row.
@@ -87,18 +100,83 @@ class FlowCache:
         self.encoder_past[row] = 0
         self.estimator_past[:, row] = 0
 
+    def put_ends(self, row: int, other: FlowCache) -> None:
+        """Copy the ends of the convolutions of the only row of another cache into a row."""
+        self.encoder_past[row] = other.encoder_past[0]
+        self.estimator_past[:, row] = other.estimator_past[:, 0]
+
     def put(self, row: int, other: FlowCache) -> None:
         """Copy the only row of a cache of a whole prompt into a row."""
         for mine, theirs in zip(self.encoder, other.encoder, strict=True):
             mine[row, : theirs.shape[1] - 1] = theirs[0, :-1]
         for mine, theirs in zip(self.estimator, other.estimator, strict=True):
             mine[:, row, : theirs.shape[2] - 1] = theirs[:, 0, :-1]
-        self.encoder_past[row] = other.encoder_past[0]
-        self.estimator_past[:, row] = other.estimator_past[:, 0]
+        self.put_ends(row, other)
+
+    def chunk_of(self, row: int, i: int) -> Tensor:
+        """Return chunk i of a row [values], in the layout of pages."""
+        layers = [layer[row] for layer in self.encoder]
+        for step in self.estimator:
+            layers += step[:, row].unbind(0)
+        num = self.capacity // GRID
+        return torch.cat([layer[:-1].unflatten(0, (num, -1))[i].flatten() for layer in layers])
 
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (*self.encoder, *self.estimator, self.encoder_past, self.estimator_past))
+
+
+def num_layers(config: FlowConfig) -> int:
+    """Return the number of the estimator's transformer blocks."""
+    return (config.num_mid + 2) * config.num_blocks
+
+
+def inner_width(config: FlowConfig) -> int:
+    return config.estimator_heads * config.head_dim
+
+
+def past_of(config: FlowConfig) -> Past:
+    """Return the size of a stream's past: in a chunk one layer is behind the other, first the encoder's, then
+    those of each of the estimator's steps."""
+    row, pair = 2 * config.width, PAIR * 2 * inner_width(config)
+    encoder = GRID * row * (config.layers + TOKEN_FRAMES * NUM_UP_LAYERS)
+    values = encoder + STEPS * num_layers(config) * TOKEN_FRAMES * GRID * pair
+    return Past(GRID, values, math.lcm(row, pair), PAST_TOKENS // GRID)
+
+
+@dataclass
+class PagedCache:
+    """The past of the rows of a launch, of which `ends` has the ends of convolutions, and pages the rest."""
+
+    ends: FlowCache
+    arena: Tensor  # [_, page_values]
+    pages: Tensor  # [B, P]
+
+    @property
+    def encoder_past(self) -> Tensor:
+        return self.ends.encoder_past
+
+    @property
+    def estimator_past(self) -> Tensor:
+        return self.ends.estimator_past
+
+    def _layer(self, first: int) -> PagedLayer:
+        return PagedLayer(self.arena, self.pages, self.ends.capacity // GRID, first)
+
+    @cached_property
+    def encoder(self) -> list[PagedLayer]:
+        config, first, layers = self.ends.config, 0, []
+        for rate in [1] * config.layers + [TOKEN_FRAMES] * NUM_UP_LAYERS:
+            layers.append(self._layer(first))
+            first += GRID * rate * 2 * config.width
+        return layers
+
+    @cached_property
+    def estimator(self) -> list[PagedLayer]:
+        """Of each step the same: its layers have numbers."""
+        config = self.ends.config
+        first = GRID * 2 * config.width * (config.layers + TOKEN_FRAMES * NUM_UP_LAYERS)
+        return [self._layer(first)] * STEPS
 
 
 class Flow(nn.Module):
@@ -131,7 +209,7 @@ class Flow(nn.Module):
         prompt: Tensor,
         speaker: Tensor,
         stretch: Stretch,
-        cache: FlowCache,
+        cache: FlowCache | PagedCache,
         start: Tensor | None = None,
     ) -> Tensor:
         """Return the mel [B, 2T, MELS] of a stretch, and advance the cache by stretch.count tokens.
@@ -158,19 +236,20 @@ class Flow(nn.Module):
         place = TOKEN_FRAMES * stretch.start[:, None] + frames
         return self.noise[place.clamp(max=len(self.noise) - 1)]
 
-    def _solve(self, given: Tensor, x: Tensor, seen: Seen, cache: FlowCache) -> Tensor:
+    def _solve(self, given: Tensor, x: Tensor, seen: Seen, cache: FlowCache | PagedCache) -> Tensor:
         """Solve from noise x [B, Q, MELS] with the condition given [B, Q, 3 MELS]. Returns [B, Q, MELS].
 
         The state and the velocities are fp32.
         """
         pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, Q, 3 MELS]
         mask = None
-        if x.device.type != "cuda":  # on a GPU an operator reads the cache in place and needs no mask
+        if isinstance(cache, FlowCache):  # pages are read in place by an operator, which needs no mask
             mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
             mask = mask.repeat_interleave(PAIR, 0)[:, None]
         for k in range(STEPS):
             shifts, past, caches = self.estimator.shifts[k], cache.estimator_past[k], cache.estimator[k]
-            x = self.advance(x, pairs, shifts, self.strides[k], seen, mask, past, caches)
+            numbers = self.estimator.numbers[k]
+            x = self.advance(x, pairs, shifts, self.strides[k], seen, mask, past, caches, numbers)
         return x
 
     def advance(
@@ -182,7 +261,8 @@ class Flow(nn.Module):
         seen: Seen,
         mask: Tensor | None,
         past: Tensor,
-        caches: Tensor,
+        caches: Tensor | PagedLayer,
+        numbers: Tensor,
     ) -> Tensor:
         """Take a step of the solver of size stride []: x [B, Q, MELS] -> [B, Q, MELS].
 
@@ -192,7 +272,9 @@ class Flow(nn.Module):
         rows, count = past[seen.slots].flatten(0, 1), seen.count.repeat_interleave(PAIR)
         state = CodecState(self.estimator.layout, rows, x.shape[1], count)
         inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(pairs.dtype), pairs.flatten(0, 1)), -1)
-        velocities = self.estimator(inputs, shifts, state, seen, mask, caches).unflatten(0, (-1, PAIR))
+        velocities = self.estimator(inputs, shifts, state, seen, mask, caches, numbers).unflatten(
+            0, (-1, PAIR)
+        )
         past[seen.slots] = state.next().unflatten(0, (-1, PAIR))
         velocity, null = (one.to(x.dtype) for one in velocities.unbind(1))
         return x + stride * ((1 + self.config.guidance) * velocity - self.config.guidance * null)

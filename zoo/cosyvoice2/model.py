@@ -24,7 +24,7 @@ from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
 from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, Config, LMConfig
-from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
+from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache, PagedCache
 from zoo.cosyvoice2.order import (
     CODE,
     CODE_GROUP,
@@ -214,6 +214,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         prompt = read(request, script, tuple(codes.tolist()))
         prompt.slot |= slot
         prompt.grid_offset = -flow.num_codes % GRID
+        prompt.past_frames = flow.num_codes
+        prompt.past_keys = (flow.key,) * (flow.num_cached // GRID)
         return prompt
 
     def _full(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
@@ -308,8 +310,18 @@ class CosyVoice2(Family[CosyVoice2State]):
             state.texts[slot] = text
             state.keys[slot, text[1] :] = UNKNOWN
         state.flow.clear(slot)
-        if cache is not None:
+        if cache is not None and state.arena is None:
             state.flow.put(slot, cache)
+        elif cache is not None:
+            state.flow.put_ends(slot, cache)
+
+    def fill_past(self, state: CosyVoice2State, prompt: Prompt, first: int, pages: Tensor) -> None:
+        assert state.arena is not None, "the past has no pages"
+        by_chunk = pages.view(len(prompt.past_keys) - first, -1)
+        for i, own in enumerate(by_chunk, start=first):
+            chunk = prompt.slot["flow"].chunk_of(0, i)
+            room = len(own) * state.arena.shape[1]
+            state.arena[own] = F.pad(chunk, (0, room - len(chunk))).view(len(own), -1)
 
     def tokenize(self, text: str) -> list[int]:
         return self.writer.tokenize(text)
@@ -430,7 +442,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         rest_mel = state.rest_mel[slots[:, None], place.clamp(max=TOKEN_FRAMES * MAX_REST - 1)]
         prompt = rest_mel * (place < TOKEN_FRAMES * num_rest[:, None])[..., None]
         start = None if state.noise is None else self._start(state, state.noise, stretch)
-        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow, start)
+        cache: FlowCache | PagedCache = state.flow
+        if state.arena is not None and view.pages is not None:
+            cache = PagedCache(state.flow, state.arena, view.pages)
+        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, cache, start)
         at = TOKEN_FRAMES * num_rest[:, None] + torch.arange(TOKEN_FRAMES * view.frames, device=slots.device)
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 

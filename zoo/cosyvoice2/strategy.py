@@ -25,6 +25,7 @@ ADVANCE = Part(
         ("seen.start", BATCH),
         ("seen.count", BATCH),
         ("seen.num_kept", BATCH),
+        ("caches.pages", BATCH),
     ),
 )
 STRATEGY = Strategy(

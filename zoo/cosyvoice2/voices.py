@@ -18,6 +18,7 @@ from torch import Tensor
 from zoo.checkpoint.tensor_files import read_pickle
 from zoo.cosyvoice2.config import Config
 from zoo.cosyvoice2.flow import Flow, FlowCache
+from zoo.nn.keys import prefix_key
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Stretch
 
@@ -41,6 +42,7 @@ class Voice:
 class FlowPrompt:
     """A voice as the flow reads it: num_cached codes are in its cache, the rest comes with the speech."""
 
+    key: int  # equal for equal recordings
     num_codes: int
     num_cached: int
     rest: Tensor  # [R] int64
@@ -73,7 +75,7 @@ def flow_prompt(flow: Flow, voice: Voice) -> FlowPrompt:
             cache,
         )
     rest_mel = mel[TOKEN_FRAMES * num :]
-    return FlowPrompt(len(codes), num, codes[num:], rest_mel, voice.speaker, cache)
+    return FlowPrompt(prefix_key(voice.name), len(codes), num, codes[num:], rest_mel, voice.speaker, cache)
 
 
 def read_voices(directory: Path, config: Config, device: torch.device) -> dict[str, Voice]:

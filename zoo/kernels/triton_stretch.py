@@ -1,5 +1,5 @@
 """`zoo.nn.s3.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
-queries, in one head of one row. It passes over the keys in its stream's cache, then over the new keys that
+queries, in one head of one row. It passes over the keys in its stream's pages, then over the new keys that
 are visible. Their number is read on the device: a young stream is cheap, a recorded launch stays valid while
 streams grow, and unwritten positions are not loaded. One comparison of positions decides whether a query sees
 a key.
@@ -24,7 +24,7 @@ from zoo.kernels.triton_attention import _seen
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
 KEPT_VALUES = 4096  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
-LENGTHS = ["block", "num", "num_slots", "num_places", "chunk"]
+LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layers"])
@@ -32,17 +32,20 @@ def _attend_stretch(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
-    caches: tl.tensor,
+    arena: tl.tensor,
+    pages: tl.tensor,
     layers: tl.tensor,
-    slots: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,
     num_kept: tl.tensor,
     out: tl.tensor,
     block: tl.tensor,
     num: tl.tensor,
-    num_slots: tl.tensor,
-    num_places: tl.tensor,
+    first: tl.tensor,
+    page_values: tl.tensor,
+    num_columns: tl.tensor,
+    per_chunk: tl.tensor,
+    capacity: tl.tensor,
     chunk: tl.tensor,
     token_stride: tl.tensor,
     scale: tl.tensor,
@@ -53,16 +56,15 @@ def _attend_stretch(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute one tile. num: positions of a stretch. num_places: positions of a slot in the cache; the last
-    one is a spare that is never read. token_stride: from one position to the next in q, k and v. scale: in
-    base 2."""
+    """Compute one tile. num: positions of a stretch. first: values of a chunk before layer 0. num_columns: of
+    `pages`; per_chunk: of them, those of a chunk. capacity: positions of a past. token_stride: from one
+    position to the next in q, k and v. scale: in base 2."""
     begin, head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     b, lane = row // LANES, row % LANES
-    first = tl.load(start + b).to(tl.int32)  # the stretch's position in its stream
+    began = tl.load(start + b).to(tl.int32)  # the stretch's position in its stream
     there = tl.load(count + b).to(tl.int32)
     kept = tl.load(num_kept + b).to(tl.int32)
-    slot = tl.load(slots + b)
-    ring = num_places - 1 - kept
+    ring = capacity - kept
 
     n, d, column = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, BLOCK)
     own = begin + n
@@ -70,34 +72,35 @@ def _attend_stretch(
     whole = (own < num)[:, None] & is_value
     place = (row * num + own) * token_stride + head * DIM
     query = tl.load(q + place[:, None] + d[None, :], mask=whole, other=0.0)
-    chunk_start = (first + own) // chunk * chunk
+    chunk_start = (began + own) // chunk * chunk
     lowest = chunk_start - ring  # the first position that a query sees, apart from the permanently kept ones
-    limit = tl.minimum(chunk_start + chunk - first, there)  # the end of the new positions that a query sees
+    limit = tl.minimum(chunk_start + chunk - began, there)  # the end of the new positions that a query sees
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
 
     # a tile of padding reads nothing
     is_heard = begin < there
-    held = tl.where(is_heard, tl.minimum(first, num_places - 1), 0)
-    latest = kept + (first - kept - 1) % ring  # the place of the last position in the ring, if it has any
-    # int64: caches have more values than 2^31
-    base = ((tl.load(layers + block) * num_slots + slot) * num_places * LANES + lane) * (
-        2 * HEADS * DIM
-    ) + head * DIM
+    held = tl.where(is_heard, tl.minimum(began, capacity), 0)
+    latest = kept + (began - kept - 1) % ring  # the place of the last position in the ring, if it has any
+    before = first + tl.load(layers + block).to(tl.int32) * chunk * (LANES * 2 * HEADS * DIM)
     for at in range(0, held, BLOCK):
         m = at + column
         is_held = m < held
-        old = caches + base + (m * (LANES * 2 * HEADS * DIM))[:, None] + d[None, :]
+        value = before + m % chunk * (LANES * 2 * HEADS * DIM)
+        number = m // chunk * per_chunk + value // page_values
+        page = tl.load(pages + b * num_columns + number, mask=is_held, other=0)  # int64, as offsets need
+        offset = page * page_values + value % page_values + lane * (2 * HEADS * DIM) + head * DIM
+        old = arena + offset[:, None] + d[None, :]
         old_k = tl.load(old, mask=is_held[:, None] & is_value, other=0.0)
         old_v = tl.load(old + HEADS * DIM, mask=is_held[:, None] & is_value, other=0.0)
-        position = first - 1 - latest + m - tl.where(m > latest, ring, 0)
+        position = began - 1 - latest + m - tl.where(m > latest, ring, 0)
         position = tl.where(m < kept, EVERYWHERE, position)
         is_seen = is_held[None, :] & (position[None, :] >= lowest[:, None])
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
 
     # the end of the positions that the tile's last query sees
-    end = (first + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - first
+    end = (began + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - began
     end = tl.where(is_heard, tl.minimum(end, there), 0)
     for at in range(0, end, BLOCK):
         m = at + column
@@ -105,7 +108,7 @@ def _attend_stretch(
         new = ((row * num + m) * token_stride + head * DIM)[:, None] + d[None, :]
         new_k = tl.load(k + new, mask=is_there, other=0.0)
         new_v = tl.load(v + new, mask=is_there, other=0.0)
-        position = tl.where(first + m < kept, EVERYWHERE, first + m)
+        position = tl.where(began + m < kept, EVERYWHERE, began + m)
         is_seen = (m[None, :] < limit[:, None]) & (position[None, :] >= lowest[:, None])
         top, total, mixed = _seen(query, new_k, new_v, is_seen, top, total, mixed, scale)
 
@@ -118,14 +121,18 @@ def _attend_stretch(
 def _keep_stretch(
     k: tl.tensor,
     v: tl.tensor,
-    caches: tl.tensor,
+    arena: tl.tensor,
+    pages: tl.tensor,
     layers: tl.tensor,
-    slots: tl.tensor,
     index: tl.tensor,
     block: tl.tensor,
     num: tl.tensor,
-    num_slots: tl.tensor,
-    num_places: tl.tensor,
+    first: tl.tensor,
+    page_values: tl.tensor,
+    num_columns: tl.tensor,
+    per_chunk: tl.tensor,
+    capacity: tl.tensor,
+    chunk: tl.tensor,
     token_stride: tl.tensor,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -135,13 +142,17 @@ def _keep_stretch(
     """Write keys and values of all heads at ROWS positions of one row to the places in `index`."""
     n, d, row = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_WIDTH), tl.program_id(1)
     b, lane = row // LANES, row % LANES
-    at = tl.load(index + b * num + n, mask=n < num, other=num_places - 1)
-    whole = (at < num_places - 1)[:, None] & (d < WIDTH)[None, :]
+    at = tl.load(index + b * num + n, mask=n < num, other=capacity).to(tl.int32)
+    is_kept = at < capacity
+    whole = is_kept[:, None] & (d < WIDTH)[None, :]
     place = ((row * num + n) * token_stride)[:, None] + d[None, :]
-    first = (tl.load(layers + block) * num_slots + tl.load(slots + b)) * num_places
-    kept = (((first + at) * LANES + lane) * (2 * WIDTH))[:, None] + d[None, :]
-    tl.store(caches + kept, tl.load(k + place, mask=whole, other=0.0), mask=whole)
-    tl.store(caches + kept + WIDTH, tl.load(v + place, mask=whole, other=0.0), mask=whole)
+    value = first + tl.load(layers + block).to(tl.int32) * chunk * (LANES * 2 * WIDTH)
+    value += at % chunk * (LANES * 2 * WIDTH)
+    column = at // chunk * per_chunk + value // page_values
+    page = tl.load(pages + b * num_columns + column, mask=is_kept, other=0)
+    kept = arena + (page * page_values + value % page_values + lane * (2 * WIDTH))[:, None] + d[None, :]
+    tl.store(kept, tl.load(k + place, mask=whole, other=0.0), mask=whole)
+    tl.store(kept + WIDTH, tl.load(v + place, mask=whole, other=0.0), mask=whole)
 
 
 def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -171,36 +182,38 @@ def stretch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    caches: Tensor,
+    arena: Tensor,
+    pages: Tensor,
     layers: Tensor,
     block: int,
-    slots: Tensor,
+    first: int,
     index: Tensor,
     start: Tensor,
     count: Tensor,
     num_kept: Tensor,
     chunk: int,
+    capacity: int,
     heads: int,
 ) -> Tensor:
     """Do the same as `zoo.nn.s3.stretch.stretch_attention`. q, k and v may be slices of one tensor."""
-    (rows, num, width), (_, num_slots, num_places, lanes, kept_width) = q.shape, caches.shape
-    assert caches.is_contiguous() and kept_width == 2 * width and q.dtype == caches.dtype, (
-        f"{q.dtype} of {width} over {caches.dtype} of {kept_width}, {caches.stride()}"
+    (rows, num, width), page_values, lanes = q.shape, arena.shape[1], len(q) // len(start)
+    assert arena.is_contiguous() and page_values % (2 * lanes * width) == 0 and q.dtype == arena.dtype, (
+        f"{q.dtype} of {width} over {arena.dtype} in pages of {page_values}, {arena.stride()}"
     )
-    # offsets within a slot, and among the new keys, have 32 bits
-    stride = _token_stride(q, k, v)
-    assert max(rows * num * stride, num_places * lanes * kept_width) < 1 << 31, f"{rows} rows of {num}"
-    slots, index, start, count, num_kept = (x.contiguous() for x in (slots, index, start, count, num_kept))
+    # offsets within a chunk, and among the new keys, have 32 bits
+    stride, per_chunk = _token_stride(q, k, v), (pages.shape[1] - 1) // (capacity // chunk)
+    assert max(rows * num * stride, per_chunk * page_values) < 1 << 31, f"{rows} rows of {num}"
+    pages, index, start, count, num_kept = (x.contiguous() for x in (pages, index, start, count, num_kept))
     out, sizes = q.new_empty(q.shape), constants(lanes, heads, width // heads, q.dtype)
-    where, lengths = (slots, start, count, num_kept), (block, num, num_slots, num_places)
+    lengths = block, num, first, page_values, pages.shape[1], per_chunk, capacity, chunk, stride
     scale = (width // heads) ** -0.5 * math.log2(math.e)
     tiles = triton.cdiv(num, sizes["ROWS"])
     _attend_stretch[tiles, heads, rows](
-        q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes
+        q, k, v, arena, pages, layers, start, count, num_kept, out, *lengths, scale, **sizes
     )
     sizes = keeping_constants(lanes, width)
     tiles = triton.cdiv(num, sizes["ROWS"])
-    _keep_stretch[tiles, rows](k, v, caches, layers, slots, index, *lengths, stride, **sizes)
+    _keep_stretch[tiles, rows](k, v, arena, pages, layers, index, *lengths, **sizes)
     return out
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from compile_cache import limits
 from serving.engine.device.streams import Streams
-from zoo.contract import Family
+from zoo.contract import Family, Past
 from zoo.nn.rows import to_device
 
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
+CHUNK_PAGES = 64  # pages of a chunk of a renderer's past at most: a chunk is far larger than 16 positions
 
 
 def row_bytes(family: Family[Any]) -> int:
@@ -27,18 +28,30 @@ def token_bytes(family: Family[Any]) -> int:
     return family.spec.kv.token_bytes(family.dtype)
 
 
+def paged_past(family: Family[Any]) -> Past | None:
+    """Return what of a stream's past lies in pages; None on a CPU, and for renderers that keep none."""
+    return None if family.device.type == "cpu" else family.spec.past
+
+
+def chunk_bytes(family: Family[Any]) -> int:
+    """Return the bytes of a chunk of the past; 0 without pages."""
+    past = paged_past(family)
+    return 0 if past is None else past.values * family.dtype.itemsize
+
+
 def common_page_bytes(families: Sequence[Family[Any]]) -> int:
-    """The size of a page that suits all: PAGE_TOKENS of the largest positions, rounded up to whole rows of
-    every family.
+    """The size of a page that suits all: PAGE_TOKENS of the largest positions, or a part of a chunk of a past,
+    rounded up to whole rows of every family.
 
     The others get as many of their positions into a page as fit, so less than one position of a page is left
     over, at most a 16th of it.
     Raises ValueError where whole rows of all would more than double the page.
     """
-    most, step = (
-        max(PAGE_TOKENS * token_bytes(family) for family in families),
-        math.lcm(*map(row_bytes, families)),
-    )
+    units = [row_bytes(family) for family in families]
+    units += [past.row_values * family.dtype.itemsize for family in families if (past := paged_past(family))]
+    most = max(PAGE_TOKENS * token_bytes(family) for family in families)
+    most = max(most, *(-(-chunk_bytes(family) // CHUNK_PAGES) for family in families))
+    step = math.lcm(*units)
     size = -(-most // step) * step
     if size > 2 * most:
         rows = ", ".join(f"{family.spec.family} {row_bytes(family)}" for family in families)
@@ -93,6 +106,14 @@ class Arena:
 
     def page_rows(self, family: Family[Any]) -> int:
         return self.page_bytes // row_bytes(family)
+
+    def chunk_pages(self, family: Family[Any]) -> int:
+        """Return the pages of a chunk of the family's past; 0 without one."""
+        return -(-chunk_bytes(family) // self.page_bytes)
+
+    def values(self, family: Family[Any]) -> Tensor:
+        """-> [pages, values], the whole arena in the family's dtype."""
+        return self.bytes.view(family.dtype).view(self.num_pages, -1)
 
     def rows(self, family: Family[Any]) -> Tensor:
         """-> [rows, H, D], the whole arena in the family's shape."""

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.engine.device.arena import Arena
+from serving.engine.device.arena import Arena, paged_past
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.lowered import Lowered
 from serving.engine.device.page_table import INT, PageTable
 from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging
-from serving.engine.device.streams import AsyncCopy, Observer
+from serving.engine.device.streams import AsyncCopy, Observer, Stream
 from zoo.contract import Family, Lane, Prompt, View
 from zoo.nn.rows import to_device
 
@@ -65,9 +65,19 @@ class Runner:
             scratch=arena.families.index(family) * page_rows,
         )
         self.sizes = Sizes(family, num_slots, self.is_recorded, is_deterministic, prefill_tokens)
-        self.staging = Staging(family, self.table, self.sizes, arena.rows(family))
+        self.past = self._new_past()
+        self.staging = Staging(family, self.table, self.sizes, arena.rows(family), self.past)
         self.lowered = Lowered(family, self.state, self.streams, self.is_recorded, compile)
         self.prompts: dict[int, tuple[Lane, ...]] = {}
+
+    def _new_past(self) -> np.ndarray | None:
+        """Return the pages of each slot's past [S + 1, P], all of them the family's scratch page."""
+        past = paged_past(self.family)
+        if past is None:
+            return None
+        self.state.arena = self.arena.values(self.family)
+        width = past.max_chunks * self.arena.chunk_pages(self.family) + 1
+        return np.full((self.num_slots + 1, width), self.arena.families.index(self.family), INT)
 
     @property
     def is_synchronous(self) -> bool:
@@ -120,12 +130,32 @@ class Runner:
 
         self.streams.lm.run(move_in)
 
+    def fill_past(self, prompt: Prompt, first: int, pages: Sequence[int]) -> None:
+        """Write the chunks of the past that a prompt brings along, from a first one on, to their pages."""
+        at = torch.tensor(pages, dtype=torch.int64)
+
+        def work() -> tuple[()]:
+            self.family.fill_past(self.state, prompt, first, to_device(at, self.device))
+            return ()
+
+        self.streams.lm.run(work)
+
     def close(self, slot: int) -> None:
         self.prompts.pop(slot, None)
 
     def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
         """Give a lane all its pages: those it had, and new ones, or none."""
         self.table.set_pages(self.table.sequence(slot, lane), pages)
+        foreign = self.arena.hand_over(pages, self.family)
+        if foreign:
+            self.streams.lm.run(partial(self._clear, foreign))
+
+    def set_past(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a slot all pages of its past: those it had, and new ones. A step must be launched before what
+        they are needed for is rendered."""
+        assert self.past is not None, f"{self.family.spec.family} keeps no past in pages"
+        self.past[slot] = self.past[-1]
+        self.past[slot, : len(pages)] = pages
         foreign = self.arena.hand_over(pages, self.family)
         if foreign:
             self.streams.lm.run(partial(self._clear, foreign))
@@ -139,8 +169,24 @@ class Runner:
         at = torch.tensor(pages, dtype=torch.int64)
         return self.streams.lm.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
 
+    def save_past(self, pages: Sequence[int]) -> AsyncCopy:
+        """Copy a past to the host, behind the renders in flight. Steps launched later may use its pages."""
+        at = torch.tensor(pages, dtype=torch.int64)
+        renders = self.streams.renders
+        saved = renders.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
+        self.streams.lm.wait_for(renders.mark())
+        return saved
+
+    def restore_past(self, pages: Sequence[int], saved: AsyncCopy) -> None:
+        """Write a past to as many other pages, which steps in flight may still use."""
+        self.streams.renders.wait_for(self.streams.lm.mark())
+        self._restore(self.streams.renders, pages, saved)
+
     def restore(self, pages: Sequence[int], saved: AsyncCopy) -> None:
         """Write what was saved to as many other pages."""
+        self._restore(self.streams.lm, pages, saved)
+
+    def _restore(self, stream: Stream, pages: Sequence[int], saved: AsyncCopy) -> None:
         [values] = saved.tensors()
         assert len(pages) == len(values), f"{len(values)} saved pages are written to {len(pages)}"
         at = torch.tensor(pages, dtype=torch.int64)
@@ -149,7 +195,7 @@ class Runner:
             self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)
             return ()
 
-        self.streams.lm.run(work)
+        stream.run(work)
 
     def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """Give a slot more text. Return how many more steps it allows. Raises RequestError for more than the

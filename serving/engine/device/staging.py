@@ -82,8 +82,10 @@ class Staging:
     """Places that launches read. On a GPU they never move, so a recorded launch reads new numbers there; a
     launch whose size is not recorded does not use `inputs` and `is_audio`."""
 
-    def __init__(self, family: Family, table: PageTable, sizes: Sizes, kv: Tensor):
+    def __init__(self, family: Family, table: PageTable, sizes: Sizes, kv: Tensor, past: np.ndarray | None):
+        """past [S + 1, P]: the pages of each slot's past, as of `View.pages`; None without any."""
         self.table = table
+        self.past = past
         self.sizes = sizes
         self.kv = kv
         device = family.device
@@ -97,7 +99,8 @@ class Staging:
         numbers = table.num_sequences * (4 + table.max_pages) + sizes.num_slots + 1
         self.step_inputs = LaunchInputs(device, numbers, 6)
         self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
-        self.render_inputs = LaunchInputs(device, 4 * sizes.num_slots, 4)
+        width = 0 if past is None else past.shape[1]
+        self.render_inputs = LaunchInputs(device, (4 + width) * sizes.num_slots, 5)
 
     @property
     def width(self) -> int | None:
@@ -152,6 +155,8 @@ class Staging:
             spare = self.sizes.num_slots
             for name, value in fields.items():
                 fields[name] = padded(value, size, spare if name == "slots" else 0)
+        if self.past is not None:
+            fields["pages"] = self.past[fields["slots"]]
         return self.render_inputs.stage(fields)
 
     def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compile_cache import limits
-from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.arena import PAGE_TOKENS, chunk_bytes, paged_past, token_bytes
 from serving.engine.device.page_table import INT
 from serving.engine.device.staging import recorded_rows
 from zoo.contract import Batch, Family, State, View
@@ -28,6 +28,7 @@ from zoo.request import AudioClip, Reference, Request, RequestError
 
 aten = torch.ops.aten
 
+PAST_S = 8.0  # of each stream's past, for which the KV cache has room: few streams are at their ends at once
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
 SLOTS = (64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
 PREFILL_TOKENS = 256  # of the launch that is counted
@@ -72,10 +73,20 @@ def plan(
 
 
 def usual_kv_bytes(family: Family[Any], slots: int) -> int:
-    """Return room for 1,024 positions a slot, and for one request of the model's longest."""
+    """Return room for 1,024 positions and PAST_S of the past a slot, and for one request of the model's
+    longest."""
     spec = family.spec
     tokens = max(1024 * slots, spec.max_frames * spec.steps_per_frame + 1024) + 2 * PAGE_TOKENS
-    return spec.lanes * tokens * token_bytes(family)
+    return spec.lanes * tokens * token_bytes(family) + usual_past_bytes(family, slots)
+
+
+def usual_past_bytes(family: Family[Any], slots: int) -> int:
+    """Return PAST_S of the past a slot, and at least all that one stream can have; 0 without pages."""
+    past = paged_past(family)
+    if past is None:
+        return 0
+    chunks = slots * past.chunks(round(PAST_S * family.spec.frame_rate_hz))
+    return max(chunks, past.max_chunks) * chunk_bytes(family)
 
 
 def usual_swap_bytes(kv_memory_bytes: int) -> int:
@@ -176,6 +187,10 @@ def launch_bytes(family: Family[Any], slots: int) -> int:
     length = window.lengths[-1] if window.lengths else 0
     rows = meta(np.zeros(recorded_rows(family, window.sizes[-1], slots), INT))
     view = View(rows, rows, rows, rows.bool(), window.sizes[-1], length)
+    if (past := paged_past(family)) is not None:
+        page_values = -(-past.values // past.row_values) * past.row_values
+        state.arena = torch.empty(1, page_values, dtype=family.dtype, device="meta")
+        view.pages = torch.empty(len(rows), past.max_chunks + 1, dtype=torch.int64, device="meta")
     inputs = torch.empty(PREFILL_TOKENS, family.spec.width, dtype=family.dtype, device="meta")
     return peak_bytes(lambda: family.hidden(inputs, prefill_batch(family))) + peak_bytes(
         lambda: family.render(state, view)

@@ -61,12 +61,14 @@ class Paging:
 
     @property
     def may_admit(self) -> bool:
-        return all(job.model.buffered_s(job) >= ADMIT_S for job in self._paused() if job.model.may_step(job))
+        return all(
+            job.model.buffered_s(job) >= ADMIT_S for job in self._paused() if job.model.needs_pages(job)
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether no paused job could speak on, if it had pages."""
-        return not any(job.model.may_step(job, is_flexible_time=True) for job in self._paused())
+        return not any(job.model.needs_pages(job, is_flexible_time=True) for job in self._paused())
 
     def deal(self) -> None:
         """Before steps are launched, give a page to each slot that takes one and lacks it, and resume what
@@ -75,7 +77,7 @@ class Paging:
         for job in sorted(short, key=buffer):
             self._grow(job)
         for job in sorted(self._paused(), key=buffer):
-            if job.model.may_step(job) and not self._resume(job):
+            if job.model.needs_pages(job) and not self._resume(job):
                 return
 
     def begin_pass(self, job: Job) -> None:
@@ -95,10 +97,10 @@ class Paging:
     def _paused(self) -> list[Job]:
         """Return the paused jobs that are to speak on."""
         self.paused = [job for job in self.paused if job.pages.saved is not None]
-        return [job for job in self.paused if not job.model.is_done(job.slot)]
+        return [job for job in self.paused if job.model.has_use_for_pages(job)]
 
     def _grow(self, job: Job) -> None:
-        while job.slot >= 0 and job.pages.saved is None and not job.model.pages.grow(job):
+        while job.slot >= 0 and job.pages.saved is None and not job.model.grow(job):
             self._pause(self._holders()[0])
 
     def _resume(self, job: Job) -> bool:
@@ -114,7 +116,7 @@ class Paging:
 
     def _pause_until(self, num: int, others: list[Job]) -> bool:
         """Pause as few of the others as needed to have so many free pages, and none if all are too few."""
-        theirs = sum(len(pages) for other in others for pages in other.pages.lanes)
+        theirs = sum(other.pages.num_held for other in others)
         if self.pages.free + theirs < num:
             return False
         for other in others:
@@ -126,7 +128,7 @@ class Paging:
     def _holders(self) -> list[Job]:
         """Return the jobs that could be paused, in the order in which they give way."""
         running = (job for model in self.models() for job in model.running.values())
-        holders = [job for job in running if any(job.pages.lanes) and not job.model.is_done(job.slot)]
+        holders = [job for job in running if job.pages.num_held and not job.model.is_done(job.slot)]
         return sorted(holders, key=precedence, reverse=True)
 
     def _pause(self, job: Job) -> None:

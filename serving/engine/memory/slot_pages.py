@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from serving.engine.device.arena import paged_past
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
+from serving.engine.memory.past_pages import PastPages
 from zoo.contract import Prompt
 
-_salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
+_salts = itertools.count(1, 2)  # one per loaded model: equal keys under other weights are other pages
 
 
 class SlotPages:
-    """runner: whose page tables are kept. chunk_pages: prefixes are shared in multiples of it."""
+    """runner: whose page tables are kept. chunk_pages: prefixes are shared in multiples of it.
+
+    Counts of needed pages are those of each lane, and with a renderer's past in pages one more.
+    """
 
     def __init__(self, runner: Any, pages: Pages, chunk_pages: int):
         self.runner = runner
@@ -25,17 +31,23 @@ class SlotPages:
         self.salt = next(_salts)
         # Positions that the pages of each sequence hold.
         self.room = np.zeros(len(runner.kv_lens), np.int64)
+        past = paged_past(runner.family)
+        self.past = None if past is None else PastPages(runner, pages, past)
 
     def num_needed(self, prompt: Prompt, frames: int | None = None) -> list[int]:
-        """Return the pages of each lane for so many frames; None: the most that a request can ever need."""
+        """Return the pages for so many frames; None: the most that a request can ever need."""
         tokens = self.runner.page_tokens
         most = [-(-positions // tokens) for positions in prompt.max_positions]
+        past = self._past_needed(prompt, prompt.max_frames if frames is None else frames)
         if frames is None:
-            return most
+            return most + past
         per_frame = self.runner.family.spec.steps_per_frame
         steps = frames * per_frame + max(prompt.max_steps - prompt.max_frames * per_frame, 0)
         lanes = zip(prompt.lanes, most, strict=True)
-        return [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes]
+        return [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes] + past
+
+    def _past_needed(self, prompt: Prompt, frames: int) -> list[int]:
+        return [] if self.past is None else [self.past.num_needed(prompt, frames)]
 
     def take(self, job: Job, needed: Sequence[int]) -> list[int] | None:
         """Give a job its pages. Return how many positions of each lane shared pages already hold, or None if
@@ -44,6 +56,8 @@ class SlotPages:
             self.pages.match(self.salt, lane.prefix_keys, self.runner.page_tokens, self.chunk_pages)
             for lane in job.prompt.lanes
         ]
+        if self.past is not None:
+            shared.append(self.past.match(job.prompt))
         num_shared = sum(map(len, shared))
         fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
@@ -52,34 +66,54 @@ class SlotPages:
             self.pages.shared -= num_shared
             return None
         dealt = iter(fresh)
-        job.pages.lanes = [
+        held = [
             pages + list(itertools.islice(dealt, count - len(pages)))
             for pages, count in zip(shared, needed, strict=True)
         ]
-        return [len(pages) * self.runner.page_tokens for pages in shared]
+        num_lanes = len(job.prompt.lanes)
+        job.pages.lanes = held[:num_lanes]
+        job.pages.past = list(itertools.chain(*held[num_lanes:]))
+        job.pages.num_past = sum(map(len, shared[num_lanes:]))
+        return [len(pages) * self.runner.page_tokens for pages in shared[:num_lanes]]
+
+    def open_past(self, job: Job) -> None:
+        """Write a job's past to those of its pages that do not hold it."""
+        if self.past is not None:
+            self.past.open(job)
 
     def count(self, job: Job) -> None:
         """Record how many positions a job's pages hold."""
         self.room[self._sequences(job)] = [len(pages) * self.runner.page_tokens for pages in job.pages.lanes]
+        if self.past is not None:
+            self.past.count(job)
 
-    def short_slots(self, slots: np.ndarray) -> list[int]:
-        """Return which of the slots that take a step have no page for it."""
-        sequences = self.runner.sequences(slots)
-        is_short = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
-        if not is_short.any():
+    def short_slots(self, slots: np.ndarray, frames: np.ndarray) -> list[int]:
+        """Return which of the slots that take a step have no page for it. frames: that they then have at
+        most. All [B]."""
+        if not slots.size:
             return []
-        return np.unique(slots[np.flatnonzero(is_short) % len(slots)]).tolist()
+        sequences = self.runner.sequences(slots)
+        is_full = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
+        is_short = is_full.reshape(-1, len(slots)).any(0)  # [B]
+        if self.past is not None:
+            is_short |= frames > self.past.room[slots]
+        return slots[is_short].tolist()
 
-    def grow(self, job: Job) -> bool:
-        """Give each lane that needs one a page more. Return whether there were enough."""
+    def grow(self, job: Job, frames: int) -> bool:
+        """Give each lane that needs one a page more, and the past as many as so many frames need. Return
+        whether there were enough."""
         [sequences] = self._sequences(job).reshape(-1, len(job.pages.lanes))
         lanes = np.flatnonzero(self.runner.kv_lens[sequences] >= self.room[sequences]).tolist()
-        fresh = self.pages.take(len(lanes))
+        num_past = max(sum(self._past_needed(job.prompt, frames)) - len(job.pages.past), 0)
+        fresh = self.pages.take(len(lanes) + num_past)
         if fresh is None:
             return False
-        for lane, page in zip(lanes, fresh, strict=True):
+        for lane, page in zip(lanes, fresh, strict=False):
             job.pages.lanes[lane].append(page)
             self.runner.set_pages(job.slot, lane, job.pages.lanes[lane])
+        if num_past:
+            job.pages.past += fresh[len(lanes) :]
+            self.runner.set_past(job.slot, job.pages.past)
         self.count(job)
         return True
 
@@ -87,36 +121,46 @@ class SlotPages:
         """Return how many pages each lane has written to."""
         return (-(-self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens)).tolist()
 
-    def needed_to_resume(self, job: Job) -> list[int]:
-        """Return the pages of each lane of a paused job, for its prompt, its positions and its next step."""
+    def needed_to_resume(self, job: Job, frames: int) -> list[int]:
+        """Return the pages of a paused job, for its prompt, its positions and its next step, after which it
+        has so many frames at most."""
         prompt = [len(lane.inputs) for lane in job.prompt.lanes]
         positions = np.maximum(self.runner.kv_lens[self._sequences(job)] + 1, prompt)
-        return (-(-positions // self.runner.page_tokens)).tolist()
+        past = self._past_needed(job.prompt, frames)
+        return (-(-positions // self.runner.page_tokens)).tolist() + [
+            max(n, job.pages.num_past) for n in past
+        ]
 
     def save(self, job: Job) -> None:
         """Copy what a job's pages hold to the host, and give them back."""
         lanes = zip(job.pages.lanes, self.num_written(job), strict=True)
         written = [page for pages, count in lanes for page in pages[:count]]
         job.pages.saved = self.runner.save(written)
+        if self.past is not None:
+            self.past.save(job)
         self.give_back(job)
         job.pages.lanes = [[] for _ in job.pages.lanes]
+        job.pages.past = []
         self.count(job)
 
     def restore(self, job: Job, needed: Sequence[int]) -> bool:
-        """Give a paused job so many pages for each lane. Return whether there were enough."""
+        """Give a paused job so many pages. Return whether there were enough."""
         saved = job.pages.saved
         assert saved is not None, f"{job.id} is resumed, but it is not paused"
         fresh = self.pages.take(sum(needed))
         if fresh is None:
             return False
         dealt = iter(fresh)
-        lanes = [list(itertools.islice(dealt, count)) for count in needed]
+        lanes = [list(itertools.islice(dealt, count)) for count in needed[: len(job.pages.lanes)]]
         for lane, pages in enumerate(lanes):
             self.runner.set_pages(job.slot, lane, pages)
         job.pages.lanes = lanes
         counts = zip(lanes, self.num_written(job), strict=True)
         self.runner.restore([page for pages, count in counts for page in pages[:count]], saved)
+        job.pages.past = list(dealt)
         job.pages.saved = None
+        if self.past is not None:
+            self.past.restore(job)
         self.count(job)
         return True
 
@@ -126,12 +170,19 @@ class SlotPages:
 
     def forget(self, job: Job) -> None:
         """Let no later prompt find a job's pages: they may hold NaN."""
-        for pages in job.pages.lanes:
+        for pages in (*job.pages.lanes, job.pages.past):
             self.pages.forget(pages)
 
     def give_back(self, job: Job) -> None:
+        for pages in (*job.pages.lanes, job.pages.past):
+            self.pages.give_back(pages)
+
+    def give_back_lanes(self, job: Job) -> Callable[[], None]:
+        """Give back the pages of the lanes. Return what gives back those of the past, which renders in flight
+        still use."""
         for pages in job.pages.lanes:
             self.pages.give_back(pages)
+        return partial(self.pages.give_back, job.pages.past)
 
     def _sequences(self, job: Job) -> np.ndarray:
         return self.runner.sequences(np.array([job.slot]))

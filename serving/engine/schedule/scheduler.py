@@ -37,7 +37,8 @@ class Scheduler:
     max_unread_s: audio that a metered listener may leave; then its slot is paused by backpressure, until half
     of that is consumed. prefill_interval: iterations between launches of a few prompts while others speak.
     hold_s: the most audio that the renderer keeps back. is_one_by_one: windows of several slots take as long
-    together as one after the other, and steps wait for them; then an iteration has one.
+    together as one after the other, and steps wait for them; then an iteration has one. renders_from_pages:
+    a slot that lacks pages has no windows either.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Scheduler:
         prefill_interval: int = 1,
         hold_s: float = 0.0,
         is_one_by_one: bool = False,
+        renders_from_pages: bool = False,
     ):
         assert num_slots > 0 and frame_s > 0, (
             f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
         )
         self.policy = policy
         self.shapes = Shapes(window)
-        self.slots = Slots(num_slots, frame_s, lanes)
+        self.slots = Slots(num_slots, frame_s, lanes, renders_from_pages)
         self.timing = Timing(frame_s, hold_s, window_cost=WindowCost() if is_one_by_one else None)
         self.chunk_tokens = chunk_tokens
         self.max_unread_s = max_unread_s
@@ -287,6 +289,12 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether nothing is to be done before more text, or a next pass, arrives."""
         return bool(self.snapshot(0.0).is_resting.all())
+
+    def waits_to_render(self, slot: int) -> bool:
+        """Return whether a slot has frames that could be rendered if it had pages."""
+        now = self.snapshot(0.0)
+        is_left = (now.known > self.slots.tape.num_rendered) | now.has_held_samples
+        return bool((is_left & self.slots.cannot_render)[slot])
 
     def runs_dry_in_s(self, now_s: float) -> float:
         """Return the seconds until the first listener runs dry; -inf where one has heard nothing yet, inf

@@ -106,10 +106,12 @@ class ListenerRows:
 
 class Slots:
     """All rows. A slot whose text is still arriving takes `steps_left` steps and then starves: it takes no
-    step, and its frames are rendered. A slot that lacks pages takes no step either."""
+    step, and its frames are rendered. A slot that lacks pages takes no step either; if the renderer reads its
+    past from them, its frames wait, too."""
 
-    def __init__(self, num_slots: int, frame_s: float, lanes: int = 1):
+    def __init__(self, num_slots: int, frame_s: float, lanes: int = 1, renders_from_pages: bool = False):
         self.num_slots = num_slots
+        self.renders_from_pages = renders_from_pages
         self.is_occupied = np.zeros(num_slots, bool)
         self.is_decoding = np.zeros(num_slots, bool)
         self.lacks_pages = np.zeros(num_slots, bool)
@@ -141,6 +143,11 @@ class Slots:
         self.prompt.queue.pop(slot, None)
         self.tape.close(slot)
         self.listener.release(slot)
+
+    @property
+    def cannot_render(self) -> np.ndarray:
+        """Which slots' frames wait for pages. [S]"""
+        return self.lacks_pages & self.renders_from_pages
 
     @property
     def is_starved(self) -> np.ndarray:

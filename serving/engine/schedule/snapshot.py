@@ -82,6 +82,13 @@ class Snapshot:
     @cached_property
     def renderable(self) -> np.ndarray:
         """Frame up to which the renderer has all that it reads, and may stop."""
+        if not self.slots.renders_from_pages:
+            return self.known
+        return np.where(self.slots.cannot_render, self.slots.tape.num_rendered, self.known)
+
+    @cached_property
+    def known(self) -> np.ndarray:
+        """The same, whether or not there are pages."""
         tape, window = self.slots.tape, self.shapes.window
         known = tape.num_ready - np.where(tape.is_done, 0, window.lookahead)
         if window.grid == 1:
@@ -136,6 +143,11 @@ class Snapshot:
 
     @cached_property
     def needs_flush(self) -> np.ndarray:
+        """Whether samples are left to be rendered, without frames."""
+        return self.has_held_samples & ~self.slots.cannot_render
+
+    @cached_property
+    def has_held_samples(self) -> np.ndarray:
         """Whether all frames were rendered before it was known that no more come, and the renderer keeps
         samples back."""
         tape = self.slots.tape

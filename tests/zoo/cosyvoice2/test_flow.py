@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from masquerade import Mask
 from models import family
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
-from zoo.cosyvoice2.flow import Flow, FlowCache, zeros
+from zoo.cosyvoice2.flow import Flow, FlowCache, PagedCache, past_of, zeros
 from zoo.cosyvoice2.strategy import ADVANCE
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Seen, Stretch
@@ -50,11 +49,26 @@ def stretch(streams: list[tuple[int, int, int]], tokens: int) -> Stretch:
     return Stretch(slots, start, count, kept, tokens, CAPACITY)
 
 
+PAGES = 7  # of a chunk
+
+
+def paged(flow: Flow, rows: int, held: FlowCache) -> PagedCache:
+    """Return a cache in scattered pages, which hold NaN. Page 0 is nobody's."""
+    past, num_chunks = past_of(flow.config), held.capacity // GRID
+    num = PAGES * num_chunks
+    page_rows = -(-past.values // (past.row_values * PAGES))
+    like = flow.output.bias
+    arena = like.new_full((1 + rows * num, page_rows * past.row_values), torch.nan)
+    order = 1 + torch.randperm(rows * num, generator=torch.Generator().manual_seed(1)).view(rows, num)
+    return PagedCache(held, arena, torch.cat((order, torch.zeros(rows, 1, dtype=torch.int64)), 1))
+
+
 @torch.inference_mode()
-def test_the_gpu_operator_updates_streams_like_plain_code(flow):
+def test_pages_hold_the_past_like_rows(flow):
     """The streams advance from stretch to stretch until their rings have wrapped around."""
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = (FlowCache(flow, SLOTS, CAPACITY) for _ in range(2))
+    theirs = FlowCache(flow, SLOTS, CAPACITY)
+    ours = paged(flow, 3, FlowCache(flow, SLOTS, CAPACITY))
     starts = torch.tensor([0, 0, 0])
     for tokens in (GRID, 2 * GRID, 2 * GRID, GRID, 2 * GRID):
         counts = torch.tensor([tokens, GRID, 0])
@@ -64,8 +78,7 @@ def test_the_gpu_operator_updates_streams_like_plain_code(flow):
         speaker = torch.randn(3, flow.config.speaker, generator=generator).double()
         given = codes, counts + LOOKAHEAD, prompt, speaker, whole
         truth = flow(*given, theirs)
-        with Mask():
-            found = flow(*given, ours)
+        found = flow(*given, ours)
         for row, n in enumerate(TOKEN_FRAMES * counts):
             torch.testing.assert_close(found[row, :n], truth[row, :n], rtol=0, atol=1e-10)
         starts = starts + counts
@@ -73,6 +86,9 @@ def test_the_gpu_operator_updates_streams_like_plain_code(flow):
         ours.estimator_past[:, whole.slots[:2]], theirs.estimator_past[:, whole.slots[:2]]
     )
     assert starts[0] > 2 * CAPACITY - GRID
+    rows, pages = theirs.chunk_of(int(whole.slots[0]), 2), ours.pages[0, 2 * PAGES : 3 * PAGES]
+    torch.testing.assert_close(ours.arena[pages].flatten()[: len(rows)], rows)
+    assert "estimator" not in vars(ours.ends)
 
 
 class Speech:
@@ -113,8 +129,8 @@ def some(num: int, tokens: int) -> Stretch:
 def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(flow, _as_on_gpu):
     fast, before = lower(Speech(flow).move, Parts((ADVANCE,))), counts().graphs
     generator = torch.Generator().manual_seed(0)
-    held = FlowCache(flow, SLOTS, CAPACITY)
-    for tensor in (*held.estimator, held.estimator_past):
+    held = paged(flow, len(STREAMS), FlowCache(flow, SLOTS, CAPACITY))
+    for tensor in (held.arena, held.estimator_past):
         tensor.normal_(generator=generator)
     for k, (num, tokens) in enumerate([(3, 50), (5, 75), (2, 27)]):
         seen = Seen(some(num, tokens), TOKEN_FRAMES)
@@ -124,9 +140,19 @@ def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(
         def moved(
             function: object, k: int = k, given: tuple[object, ...] = (x, pairs), seen: Seen = seen
         ) -> tuple[Tensor, ...]:
-            past, caches = held.estimator_past[k].clone(), held.estimator[k].clone()
-            rest = flow.estimator.shifts[k].clone(), flow.strides[k].clone(), seen, None, past, caches
-            return function(*given, *rest), past, caches[:, :, :-1]
+            past, arena = held.estimator_past[k].clone(), held.arena.clone()
+            caches = PagedCache(held.ends, arena, held.pages[: len(seen.slots)].clone()).estimator[k]
+            numbers = flow.estimator.numbers[k].clone()
+            rest = (
+                flow.estimator.shifts[k].clone(),
+                flow.strides[k].clone(),
+                seen,
+                None,
+                past,
+                caches,
+                numbers,
+            )
+            return function(*given, *rest), past, arena[1:]
 
         for found, truth in zip(moved(fast), moved(flow.advance), strict=True):
             torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)

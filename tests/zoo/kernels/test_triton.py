@@ -221,9 +221,9 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
 @pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)
 def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
-    numbers = dict.fromkeys(("layers", "slots", "start", "count", "num_kept"), torch.int64)
+    numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept"), torch.int64)
     values = (
-        dict.fromkeys(("q", "k", "v", "caches"), dtype)
+        dict.fromkeys(("q", "k", "v", "arena"), dtype)
         | numbers
         | {"out": dtype}
         | lengths
@@ -234,10 +234,8 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
     print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
     assert stack == 0, f"{stack} bytes per thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
-    values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(
-        ("layers", "slots", "index"), torch.int64
-    )
-    values |= {name: lengths[name] for name in ("num", "num_slots", "num_places", "token_stride", "block")}
+    values = dict.fromkeys(("k", "v", "arena"), dtype)
+    values |= dict.fromkeys(("pages", "layers", "index"), torch.int64) | lengths
     sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
     assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
 

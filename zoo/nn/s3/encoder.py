@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
 from zoo.nn.s3.sizes import LOOKAHEAD, NUM_UP_LAYERS, TOKEN_FRAMES, FlowSizes
-from zoo.nn.s3.stretch import Seen
+from zoo.nn.s3.stretch import PagedLayer, Seen
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
 LOOKBACK = 2  # of the second lookahead convolution
@@ -47,8 +47,8 @@ class RelativeAttention(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(heads, width // heads))
         self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
 
-    def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
-        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D] and to x, and update the cache.
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, table: Tensor) -> Tensor:
+        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D], or its pages, and to x, and update it.
 
         table [distances, D]: from the farthest position ahead to the farthest behind.
         """
@@ -75,7 +75,7 @@ class ConformerLayer(nn.Module):
         self.widen = nn.Linear(config.width, config.inner)
         self.narrow = nn.Linear(config.inner, config.width)
 
-    def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), seen, cache, table)
         return x + self.narrow(F.silu(self.widen(self.mlp_norm(x))))
 
@@ -110,7 +110,7 @@ class FlowEncoder(nn.Module):
         is_there: Tensor,
         sights: tuple[Seen, Seen],
         state: CodecState,
-        caches: Sequence[Tensor],
+        caches: Sequence[Tensor | PagedLayer],
     ) -> Tensor:
         """Return the condition [B, 2T, D] of code embeddings x [B, T + LOOKAHEAD, D].
 
@@ -127,7 +127,9 @@ class FlowEncoder(nn.Module):
         x = self._stack(self.up_layers, x, by_frame, caches[len(self.layers) :])
         return self.norm(x)
 
-    def _stack(self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: Sequence[Tensor]) -> Tensor:
+    def _stack(
+        self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: Sequence[Tensor | PagedLayer]
+    ) -> Tensor:
         table = relative_table(1 - seen.grid, seen.max_distance, x.shape[-1], x)
         for layer, cache in zip(layers, caches, strict=True):
             x = layer(x, seen, cache, table)

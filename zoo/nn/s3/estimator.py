@@ -12,6 +12,7 @@ matcha/models/components.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -25,7 +26,7 @@ from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 from zoo.nn.s3.sizes import MELS, FlowSizes
-from zoo.nn.s3.stretch import Seen, may_follow_values
+from zoo.nn.s3.stretch import PagedLayer, Seen, may_follow_values
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without it
@@ -134,20 +135,29 @@ class TransformerBlock(nn.Module):
         self.narrow = nn.Linear(4 * channels, channels)
 
     def forward(
-        self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int
+        self,
+        x: Tensor,
+        seen: Seen,
+        mask: Tensor | None,
+        caches: Tensor | PagedLayer,
+        layers: Tensor,
+        block: int,
     ) -> Tensor:
         """Apply the block to x [2B, Q, C].
 
-        mask [2B, 1, Q, K]: -inf at unseen positions, or None on a GPU; caches [_, S, capacity + 1, PAIR, 2 *
-        inner]: of several layers. This block's cache is number `block` if there is a mask, else number
-        `layers[block]`.
+        mask [2B, 1, Q, K]: -inf at unseen positions; caches [_, S, capacity + 1, PAIR, 2 * inner]: of several
+        layers, of which this block has number `block`. Without a mask, caches are pages, with layer 0 where
+        they begin, and this block has number `layers[block]`.
         """
         q, k, v = self.qkv(self.attention_norm(x))
-        if mask is not None:
-            y = self._attend(q, k, v, seen, mask, caches[block])
+        if isinstance(caches, PagedLayer):
+            paged = caches.arena, caches.pages, layers, block, caches.first
+            where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
+            capacity = caches.num_chunks * seen.grid
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, *paged, *where, capacity, self.heads)
         else:
-            where = seen.slots, seen.index, seen.start, seen.count, seen.num_kept, seen.grid
-            y = torch.ops.zoo.stretch_attention.default(q, k, v, caches, layers, block, *where, self.heads)
+            assert mask is not None, "a cache of rows needs a mask"
+            y = self._attend(q, k, v, seen, mask, caches[block])
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -181,7 +191,7 @@ class Stage(nn.Module):
         state: CodecState,
         seen: Seen,
         mask: Tensor | None,
-        caches: Tensor,
+        caches: Tensor | PagedLayer,
         layers: Tensor,
     ) -> Tensor:
         return self._transform(self.resnet(x, shift, state), seen, mask, caches, layers)
@@ -189,7 +199,7 @@ class Stage(nn.Module):
     # A region holds four blocks instead of one because each region begins and ends with kernels of its own.
     @torch.compiler.nested_compile_region
     def _transform(
-        self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor
+        self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor | PagedLayer, layers: Tensor
     ) -> Tensor:
         for i, block in enumerate(self.blocks):
             x = block(x, seen, mask, caches, layers, i)
@@ -198,7 +208,7 @@ class Stage(nn.Module):
 
 class Estimator(nn.Module):
     shifts: Tensor  # [steps, stages, channels], the embeddings of the solver's times
-    numbers: Tensor  # [layers], the numbers of the transformer blocks
+    numbers: Tensor  # [steps, layers], the numbers of the transformer blocks of each step
 
     def __init__(self, config: FlowSizes):
         super().__init__()
@@ -219,6 +229,11 @@ class Estimator(nn.Module):
     def stages(self) -> tuple[Stage, ...]:
         return self.first, *self.middle, self.last
 
+    @property
+    def num_layers(self) -> int:
+        """The number of transformer blocks."""
+        return len(self.stages) * len(self.first.blocks)
+
     @torch.no_grad()
     def prepare(self, times: Tensor, ends: Tensor | None = None) -> None:
         """Lay out the weights and embed the solver's times [steps], in fp32 from 0 (noise) to 1.
@@ -235,24 +250,34 @@ class Estimator(nn.Module):
         time = F.mish(time)
         shifts = torch.stack([stage.resnet.time(time) for stage in self.stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
-        numbers = torch.arange(len(self.stages) * len(self.first.blocks), device=time.device)
-        self.register_buffer("numbers", numbers, persistent=False)
+        numbers = torch.arange(len(times) * self.num_layers, device=time.device)
+        self.register_buffer("numbers", numbers.view(len(times), -1), persistent=False)
 
     def _embed(self, times: Tensor) -> Tensor:
         time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(dtype_of(self.time1))
         return self.time2(F.silu(self.time1(time)))
 
     def forward(
-        self, x: Tensor, shifts: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Tensor
+        self,
+        x: Tensor,
+        shifts: Tensor,
+        state: CodecState,
+        seen: Seen,
+        mask: Tensor | None,
+        caches: Tensor | PagedLayer,
+        numbers: Tensor,
     ) -> Tensor:
         """Return the velocity [2B, Q, MELS] of x [2B, Q, 4 * MELS].
 
-        shifts [stages, channels]: of one step of the solver; mask: as for a block;
-        caches [layers, S, capacity + 1, PAIR, 2 * inner].
+        shifts [stages, channels], numbers [layers]: of one step of the solver; mask, caches: as for a block,
+        of all layers.
         """
         num = len(self.first.blocks)
-        layers = self.numbers.split(num)
-        by_stage = [caches] * len(layers) if mask is None else caches.split(num)
+        layers = numbers.split(num)
+        if isinstance(caches, PagedLayer):
+            by_stage: Sequence[Tensor | PagedLayer] = [caches] * len(layers)
+        else:
+            by_stage = caches.split(num)
         given = [(seen, mask, *one) for one in zip(by_stage, layers, strict=True)]
         added = shifts.unbind(0)
         x = kept = self.first(x, added[0], state, *given[0])

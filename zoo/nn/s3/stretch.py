@@ -113,14 +113,51 @@ class Seen:
             self._sight = mask, distance.clamp(1 - self.grid, self.max_distance)
         return self._sight
 
-    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
+    def exchange(self, cache: Tensor | PagedLayer, new: Tensor) -> Tensor:
         """Return the cached and the new positions [B, held + Q, ...], and write the new ones to the cache.
 
-        cache [S, capacity + 1, ...]; new [B, Q, ...].
+        cache [S, capacity + 1, ...], or its pages; new [B, Q, ...].
         """
+        if isinstance(cache, PagedLayer):
+            return torch.cat((cache.exchange(self, new), new), 1)
         whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole
+
+
+@dataclass
+class PagedLayer:
+    """One layer of the past of a launch's rows, in pages of an arena.
+
+    Every chunk of a past has the same number of pages, which hold the layers one behind the other. Its last
+    page in `pages` is nobody's: positions that are not stored are written there.
+    """
+
+    arena: Tensor  # [_, page_values]
+    pages: Tensor  # [B, chunks * pages of a chunk + 1]
+    num_chunks: int  # of a past
+    first: int | Tensor  # values of a chunk before this layer
+
+    def rows(self, place: Tensor, grid: int, width: int) -> Tensor:
+        """Return where places [B, N] of the past lie in the arena, in rows of `width` values, of which a
+        chunk has `grid`. The place behind the last one is nobody's."""
+        page_values, per_chunk = self.arena.shape[1], (self.pages.shape[1] - 1) // self.num_chunks
+        value = self.first + place % grid * width
+        column = place // grid * per_chunk + value // page_values
+        page = self.pages.gather(1, column.clamp(max=self.pages.shape[1] - 1))
+        return (page * page_values + value % page_values) // width
+
+    def exchange(self, seen: Seen, new: Tensor) -> Tensor:
+        """Return the held positions [B, held, ...], zeros where none is seen, and write new ones
+        [B, Q, ...]."""
+        width = new[0, 0].numel()
+        values = self.arena.view(-1, *new.shape[2:])
+        place = torch.arange(seen.held, device=new.device).expand(len(new), -1)
+        is_seen = seen.mask.any(1)[:, : seen.held]  # the others may be NaN
+        held = values[self.rows(place, seen.grid, width)]
+        held = held.masked_fill(~is_seen.view(*is_seen.shape, *(1,) * (new.dim() - 2)), 0)
+        values[self.rows(seen.index, seen.grid, width)] = new
+        return held
 
 
 class Whole(Seen):
@@ -148,7 +185,7 @@ class Whole(Seen):
         place = like.new_zeros(1, len(self.slots), 1, lanes, width)
         return place.expand(layers, -1, -1, -1, -1)
 
-    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
+    def exchange(self, cache: Tensor | PagedLayer, new: Tensor) -> Tensor:
         return new
 
 
@@ -157,40 +194,45 @@ def like_rows(q: Tensor, *others: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@operator("stretch_attention", gives=like_rows, writes=written_in_regions("caches"))
+@operator("stretch_attention", gives=like_rows, writes=written_in_regions("arena"))
 def stretch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    caches: Tensor,
+    arena: Tensor,
+    pages: Tensor,
     layers: Tensor,
     block: int,
-    slots: Tensor,
+    first: int,
     index: Tensor,
     start: Tensor,
     count: Tensor,
     num_kept: Tensor,
     chunk: int,
+    capacity: int,
     heads: int,
 ) -> Tensor:
     """Attend over cached and new positions, as `Seen` defines, and write the new ones to the cache.
 
-    q, k, v [B * L, Q, H * D]; caches [layers, S, capacity + 1, L, 2 * H * D], of which number layers[block]
-    is used; layers [_] int64; the other arguments are those of a `Seen`, with chunk its grid. Returns [B * L,
-    Q, H * D], finite and meaningless for padding. This is an operator so that a GPU reads the cache in place,
-    and only what is seen.
+    q, k, v [B * L, Q, H * D]; arena and pages: as those of a `PagedLayer`, of which layer number
+    layers[block] is used; layers [_] int64; first: values of a chunk before layer 0. The other arguments are
+    those of a `Seen`, with chunk its grid; capacity: places of a past. Returns [B * L, Q, H * D], finite and
+    meaningless for padding. This is an operator so that a GPU reads the cache in place, and only what is
+    seen.
     """
     if kernels.use_gpu(q):
-        where = caches, layers, block, slots, index, start, count, num_kept, chunk, heads
+        where = arena, pages, layers, block, first, index, start, count, num_kept, chunk, capacity, heads
         return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)
-    layer, lanes = layers[block], caches.shape[3]
-    seen = Seen(Stretch(slots, start, count, num_kept, q.shape[1], caches.shape[2] - 1, chunk), 1)
-    held = caches[layer, slots][:, : seen.held].masked_fill(~seen.mask.any(1)[:, : seen.held, None, None], 0)
+    lanes = len(q) // len(start)
+    slots = torch.arange(len(start), device=q.device)
+    seen = Seen(Stretch(slots, start, count, num_kept, q.shape[1], capacity, chunk), 1)
+    seen.index = index
     new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 * H * D]
+    before = first + layers[block] * chunk * new[0, 0].numel()
+    held = PagedLayer(arena, pages, capacity // chunk, before).exchange(seen, new)
     kv = torch.cat((held, new), 1).unflatten(-1, (2, heads, -1))
     keys, values = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # [B * L, H, K, D]
     queries = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     mask = seen.mask.repeat_interleave(lanes, 0)[:, None]
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    caches[layer, slots[:, None], index] = new
     return mixed.transpose(1, 2).flatten(2).contiguous()

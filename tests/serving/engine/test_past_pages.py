@@ -1,0 +1,114 @@
+"""A renderer's past in pages: CosyVoice 2 on a CPU that calls itself a GPU (tests/masquerade.py)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from masquerade import LateStream, masquerade
+from models import Clock, Listener, directory, family
+
+import zoo
+from benchmarks.rehearsal import shapes
+from serving.engine.device.arena import CHUNK_PAGES, chunk_bytes, common_page_bytes
+from serving.engine.engine import Engine
+from serving.engine.memory.memory_plan import plan
+from zoo.contract import Family, Past
+from zoo.request import Request
+
+TOLERANCE = 1e-4
+FRAMES = 70
+
+
+def request(seed: int, frames: int = FRAMES) -> Request:
+    return Request(text="Hi.", seed=seed, max_frames=frames, voice="demo")
+
+
+@cache
+def alone(asked: Request) -> np.ndarray:
+    return zoo.generate(family("cosyvoice2"), asked).samples.numpy()
+
+
+class Paged:
+    """An engine with the past in pages, for `chunks` chunks and the language model's pages."""
+
+    def __init__(self, chunks: int | None = None, **settings: Any):
+        self.family: Family[Any] = zoo.load(directory("cosyvoice2", "tiny"), "cuda", "float32")
+        if chunks is not None:
+            num_pages = chunks * CHUNK_PAGES + 20
+            settings["kv_memory_bytes"] = num_pages * common_page_bytes([self.family])
+        self.engine = Engine(self.family, max_slots=2, compile=False, clock=Clock(), **settings)
+        [self.model] = self.engine.models.values()
+        self.chunk_pages = self.engine.arena.chunk_pages(self.family)
+
+    @property
+    def past(self) -> Past:
+        assert self.family.spec.past is not None
+        return self.family.spec.past
+
+    def turn(self) -> bool:
+        has_more = self.engine.turn()
+        self.engine.clock.now_s += 0.03
+        return has_more
+
+
+def test_a_past_grows_with_its_stream_and_is_given_back():
+    with masquerade():
+        paged = Paged()
+        free, asked, listener = paged.engine.pages.free, request(1), Listener()
+        paged.engine.speak("one", asked, listener)
+        held = []
+        while paged.turn():
+            for job in paged.model.running.values():
+                chunks = len(job.pages.past) / paged.chunk_pages
+                held.append((paged.model.num_ready(job.slot), chunks, job.prompt.past_frames))
+        assert paged.engine.pages.free == free
+    assert held[0][1] < held[-1][1]
+    for ready, chunks, prompt in held:
+        assert chunks * paged.past.frames >= ready + prompt
+        assert (chunks - 2) * paged.past.frames < ready + prompt
+    np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
+
+
+def test_streams_of_one_voice_share_the_chunks_of_its_prompt():
+    with masquerade():
+        paged = Paged()
+        both, listeners = [request(1), request(2)], [Listener(), Listener()]
+        for i, asked in enumerate(both):
+            paged.engine.speak(str(i), asked, listeners[i])
+        paged.turn()
+        first, second = paged.model.running.values()
+        num_shared = len(first.prompt.past_keys) * paged.chunk_pages
+        assert num_shared and first.pages.past[:num_shared] == second.pages.past[:num_shared]
+        assert not set(first.pages.past[num_shared:]) & set(second.pages.past)
+        while paged.turn():
+            pass
+    for asked, listener in zip(both, listeners, strict=True):
+        np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
+
+
+def test_a_stream_that_is_paused_for_pages_of_its_past_sounds_the_same():
+    """There is room for the past of one and a half streams. The other half waits on the host."""
+    chunks = 5
+    with masquerade():
+        LateStream.chance.seed(11)
+        paged = Paged(chunks, swap_memory_bytes=1 << 30)
+        both, listeners = [request(3), request(4)], [Listener(), Listener()]
+        for i, asked in enumerate(both):
+            paged.engine.speak(str(i), asked, listeners[i])
+        while paged.turn():
+            pass
+        assert paged.engine.paging.num_pauses > 0
+        assert paged.engine.pages.free == paged.engine.pages.num_pages
+    for asked, listener in zip(both, listeners, strict=True):
+        np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+def test_64_streams_of_10_s_fit_on_a_card_of_80_gb(tmp_path):
+    """At the published size, in bf16, next to the weights and all launches."""
+    model = zoo.load(shapes.write("cosyvoice2", "full", tmp_path / "full"), "meta", "bfloat16")
+    past_bytes = 64 * model.spec.past.chunks(250) * chunk_bytes(model)
+    assert plan(model, 64, kv_memory_bytes=past_bytes).total < 80e9
