@@ -18,14 +18,17 @@ import numpy as np
 
 from benchmarks.launch_costs import CONTEXT_CPU, COSY_CPU, COSY_H200, CPU, H200, SLOW_CPU, times
 from compile_cache.strategy import Strategy
+from serving.engine.device.staging import up_to
 from serving.engine.engine import Finished
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
 from serving.engine.schedule.policy import Streaming
+from serving.engine.schedule.render_times import RenderTimes
 from serving.engine.schedule.snapshot import Snapshot
 from serving.tools.simulate import Cost, Simulation, Voice, poisson
 from zoo.contract import Window
 from zoo.request import Request
 
+RENDERED_S = 25.0  # of audio in one launch: RECORDED_SAMPLES at 24 kHz
 COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160)
 
 
@@ -108,6 +111,11 @@ def renders_at_once(simulation: Simulation) -> None:
     simulation.model.round.max_renders = np.inf
 
 
+def renders_untimed(simulation: Simulation) -> None:
+    simulation.model.scheduler.timing.render_times = None
+    simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
+
+
 def several_windows(simulation: Simulation) -> None:
     simulation.model.scheduler.timing.window_cost = None
 
@@ -123,8 +131,19 @@ RULES: dict[str, Callable[[Simulation], None]] = {
     "at risk": by(OnlyFullWindows),
     "prompts wait for more": prompts_at_once,
     "renders in flight": renders_at_once,
+    "renders by time": renders_untimed,
     "one window at a time": several_windows,
 }
+
+
+def render_times(device: Device, cost: Cost) -> RenderTimes:
+    """Return what the warm-up would measure."""
+
+    def rows_of(frames: int) -> list[int]:
+        most = max(1, int(RENDERED_S / (frames * device.frame_s)))
+        return up_to(min(most, device.slots), Strategy().render_batches)
+
+    return RenderTimes.measured(cost.render_s, device.window.sizes, rows_of)
 
 
 def simulation_of(device: Device, cost: Cost) -> Simulation:
@@ -134,7 +153,7 @@ def simulation_of(device: Device, cost: Cost) -> Simulation:
     if device.slowed != 1:
         simulation.model.runner.cost = slowed(device, cost, simulation)
     if device.is_gpu:
-        simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
+        simulation.model.use_render_times(render_times(device, cost))
         simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
     return simulation
 

@@ -160,7 +160,7 @@ class Engine:
 
             with cached(model.family) if model.runner.is_compiled else nullcontext() as entry:
                 warmup.warm(model.runner, tell, entry)
-            model.forecaster.seed(warmup.LaunchTimes(model.runner), model.family.spec.window.sizes)
+            model.seed(warmup.LaunchTimes(model.runner))
         self._warm_graphs = counts().graphs
 
     def speak(

@@ -27,13 +27,14 @@ from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
 from serving.engine.model_queue import ModelQueue
 from serving.engine.model_round import ModelRound
-from serving.engine.schedule.admission import Forecaster
+from serving.engine.schedule.admission import Forecaster, LaunchTimes
 from serving.engine.schedule.numbers import (
     GPU_PREFILL_INTERVAL,
     GPU_RENDERS_IN_FLIGHT,
     REPRODUCIBLE_CHUNK_PAGES,
 )
 from serving.engine.schedule.policy import Policy
+from serving.engine.schedule.render_times import RenderTimes
 from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.tenants import Tenants
 from zoo.contract import Family, Prompt
@@ -118,6 +119,19 @@ class ModelWorker:
             after_delivery=after_delivery,
             between=between,
         )
+
+    def seed(self, times: LaunchTimes) -> None:
+        """Begin with what the warm-up measured."""
+        sizes = self.family.spec.window.sizes
+        self.forecaster.seed(times, sizes)
+        if self.family.device.type == "cuda":
+            rows_of = self.runner.sizes.render_buckets
+            self.use_render_times(RenderTimes.measured(times.render_s, sizes, rows_of))
+
+    def use_render_times(self, times: RenderTimes) -> None:
+        """Let launches of renders follow from what they take."""
+        self.scheduler.timing.render_times = times
+        self.round.max_renders = times.max_in_flight
 
     @property
     def has_work(self) -> bool:

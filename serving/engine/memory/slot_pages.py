@@ -155,9 +155,9 @@ class SlotPages:
         for lane, pages in enumerate(lanes):
             self.runner.set_pages(job.slot, lane, pages)
         job.pages.lanes = lanes
+        job.pages.past = list(dealt)
         counts = zip(lanes, self.num_written(job), strict=True)
         self.runner.restore([page for pages, count in counts for page in pages[:count]], saved)
-        job.pages.past = list(dealt)
         job.pages.saved = None
         if self.past is not None:
             self.past.restore(job)

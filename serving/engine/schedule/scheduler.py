@@ -220,6 +220,8 @@ class Scheduler:
         tape.is_end_rendered[plan.slots] = is_last
         is_reproducible = listener.is_reproducible[plan.slots]
         renders = grouped(self.shapes, plan, start, is_last, is_reproducible, now_s)
+        if self.timing.render_times is not None:
+            renders = self.timing.render_times.joined(renders)
         if not self.policy.sorts_by_deadline:
             return renders
         return sorted(renders, key=lambda render: remaining_s[render.slots].min())

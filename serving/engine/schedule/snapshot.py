@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from serving.engine.schedule.render_times import RenderTimes
 from serving.engine.schedule.slots import Slots
 from serving.engine.schedule.window_cost import WindowCost
 from zoo.contract import Window
@@ -51,7 +52,8 @@ class Timing:
     """Recent measurements in seconds. hold_s: audio that the renderer keeps back at most. latency_s: of a
     window, from its launch to its listener. iteration_s: of an iteration with all who speak (0: not known);
     other_models_s: the part of it that other models take; step_s: of an iteration without windows.
-    window_cost: what windows take, where they are made one at a time."""
+    window_cost: what windows take, where they are made one at a time; render_times: what launches of several
+    take, on a GPU."""
 
     frame_s: float
     hold_s: float = 0.0
@@ -60,6 +62,7 @@ class Timing:
     other_models_s: float = 0.0
     step_s: float = 0.0
     window_cost: WindowCost | None = None
+    render_times: RenderTimes | None = None
 
     @property
     def service_s(self) -> float:

@@ -1,0 +1,78 @@
+"""What renders take on a GPU, as the warm-up measured it, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from serving.engine.device.launches import Render
+from serving.engine.schedule.numbers import FEW_ROWS_PART, GPU_RENDERS_IN_FLIGHT
+
+
+@dataclass(frozen=True)
+class RenderTimes:
+    """seconds: by frames of the window, and then by rows of the launch, ascending."""
+
+    seconds: Mapping[int, Mapping[int, float]]
+
+    @classmethod
+    def measured(
+        cls,
+        render_s: Callable[[int, int], float],
+        sizes: Iterable[int],
+        rows_of: Callable[[int], Iterable[int]],
+    ) -> RenderTimes:
+        """render_s: seconds of so many rows of so many frames; rows_of: those of launches of so many
+        frames."""
+        return cls({frames: {rows: render_s(rows, frames) for rows in rows_of(frames)} for frames in sizes})
+
+    def __call__(self, rows: int, frames: int) -> float:
+        """Return the seconds of rows that may take several launches."""
+        known = self.seconds[frames]
+        full, rest = divmod(rows, max(known))
+        last_s = next(took_s for num, took_s in known.items() if num >= rest) if rest else 0.0
+        return full * known[max(known)] + last_s
+
+    @property
+    def max_in_flight(self) -> int:
+        """Return how many renders a device has at once: one, if few rows take nearly as long as all, so that
+        windows that become due meanwhile share the next launch."""
+        shares = [known[min(known)] / known[max(known)] for known in self.seconds.values() if len(known) > 1]
+        return 1 if max(shares, default=0.0) >= FEW_ROWS_PART else GPU_RENDERS_IN_FLIGHT
+
+    def joined(self, renders: list[Render]) -> list[Render]:
+        """Return the launches of an iteration, of which some are one larger launch: small windows ride in the
+        largest, where that takes less time. Reproducible windows keep their shape."""
+
+        def kind(render: Render) -> tuple[int, bool]:
+            return render.length, render.is_reproducible
+
+        found = []
+        for (_, is_reproducible), group in groupby(sorted(renders, key=kind), key=kind):
+            alike = list(group)
+            found += alike if is_reproducible else self._together(alike)
+        return found
+
+    def _together(self, renders: list[Render]) -> list[Render]:
+        frames = max(render.frames for render in renders)
+        num_rows = [len(render.slots) for render in renders]
+        apart_s = sum(self(rows, render.frames) for rows, render in zip(num_rows, renders, strict=True))
+        return [merged(renders, frames)] if self(sum(num_rows), frames) < apart_s else renders
+
+
+def merged(renders: list[Render], frames: int) -> Render:
+    """Return one launch of windows of `frames` frames."""
+    slots = np.concatenate([render.slots for render in renders])
+    order = np.argsort(slots)
+    return Render(
+        slots[order],
+        np.concatenate([render.start for render in renders])[order],
+        np.concatenate([render.count for render in renders])[order],
+        np.concatenate([render.is_last for render in renders])[order],
+        frames=frames,
+        handed_s=renders[0].handed_s,
+        length=renders[0].length,
+    )
