@@ -24,6 +24,7 @@ from serving import protocol
 from serving.engine import model_worker
 from serving.engine.device.staging import REPRODUCIBLE_ROWS
 from serving.engine.engine import Engine
+from serving.engine.schedule import render_times
 from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from zoo.contract import Family
 from zoo.request import Request
@@ -44,7 +45,8 @@ EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for
 @pytest.mark.parametrize("under_way", [1, GPU_RENDERS_IN_FLIGHT])
 @pytest.mark.parametrize("name", EACH)
 def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way, monkeypatch):
-    monkeypatch.setattr(model_worker, "GPU_RENDERS_IN_FLIGHT", under_way)
+    for module in (model_worker, render_times):
+        monkeypatch.setattr(module, "GPU_RENDERS_IN_FLIGHT", under_way)
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
     num = NUM_REQUESTS or (60 if name in TOYS else 8)
