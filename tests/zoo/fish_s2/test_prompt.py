@@ -177,8 +177,8 @@ def test_a_clip_is_encoded_once():
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"voice": "vivian"}, "voice", "has no voice 'vivian'; it has: default: or give a reference"),
-        ({"language": "french"}, "language", "no language 'french'; possible: auto: it infers the language"),
+        ({"voice": "vivian"}, "voice", "has no voice 'vivian'; it has: default; or give a reference"),
+        ({"language": "french"}, "language", "no language 'french'; possible: auto; it infers the language"),
         (
             {"instructions": "slowly"},
             "instructions",

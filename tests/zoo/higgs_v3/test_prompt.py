@@ -124,7 +124,7 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
     [
         ("text", {"text": ""}, "text is empty"),
         ("text", {"text": " \n "}, "text is empty"),
-        ("voice", {"voice": "vivian"}, "has no voice 'vivian'; it has: default: or give a reference"),
+        ("voice", {"voice": "vivian"}, "has no voice 'vivian'; it has: default; or give a reference"),
         (
             "instructions",
             {"instructions": "slowly"},
@@ -133,7 +133,7 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         (
             "language",
             {"language": "german"},
-            "no language 'german'; possible: auto: it infers the language from the text",
+            "no language 'german'; possible: auto; it infers the language from the text",
         ),
         (
             "repetition_penalty",

@@ -196,12 +196,12 @@ def test_token_sampling_options_are_refused(param):
         (
             {"voice": "alloy"},
             "voice",
-            "VoxCPM2 has no voice 'alloy'; it has: default: describe one in instructions, or give a reference",
+            "VoxCPM2 has no voice 'alloy'; it has: default; describe one in instructions, or give a reference",
         ),
         (
             {"language": "english"},
             "language",
-            "VoxCPM2 has no language 'english'; possible: auto: the model infers the language from the text",
+            "VoxCPM2 has no language 'english'; possible: auto; the model infers the language from the text",
         ),
         (
             {"options": {"text_mode": "interleaved"}},
