@@ -61,7 +61,9 @@ def test_files_written_by_soundfile_are_read(kind, subtype):
     assert clip.duration_s == pytest.approx(1, abs=0.01) and np.abs(samples_of(clip)).max() > 0.1
 
 
-@pytest.mark.parametrize("name", sorted({*encode.FORMATS} - {"pcm"}))
+@pytest.mark.parametrize(
+    "name", sorted({*encode.FORMATS} - {"pcm", "ulaw", "mulaw", "alaw"})
+)  # with a header
 def test_files_sent_by_this_server_are_read(name):
     encoder = encode.Encoder(name, RATE_HZ)
     for data in (encoder.feed(PCM) + encoder.finish(), encode.file(name, PCM, RATE_HZ)):
