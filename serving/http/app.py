@@ -30,7 +30,7 @@ from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
 from serving.http.bodies import LargeBodies
-from serving.http.errors import answer_error
+from serving.http.errors import answer_error, log_lost_session
 from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import playground as page
@@ -119,6 +119,7 @@ def create_app(
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
         exception_handlers={Exception: answer_error},
+        after_exception=[log_lost_session],
         request_max_body_size=MAX_BODY_BYTES,
         state=State({"server": server, "heartbeat_fd": heartbeat_fd}),
         openapi_config=openapi.CONFIG,

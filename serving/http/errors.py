@@ -17,6 +17,8 @@ from litestar.exceptions import (
     SerializationException,
     ValidationException,
 )
+from litestar.types import Scope
+from uvicorn.protocols.utils import ClientDisconnected
 
 from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
@@ -160,6 +162,13 @@ def outcome_of(error: HTTPException) -> str:
     if error.status_code == 503:
         return "unavailable"
     return "refused" if error.status_code < 500 else "failed"
+
+
+async def log_lost_session(error: Exception, scope: Scope) -> None:
+    """Log an exception that ends a WebSocket session: Litestar closes the socket, and says nothing. A client that
+    has left in the meantime is no error."""
+    if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected):
+        log.error("unexpected", path=scope["path"], exc_info=error)
 
 
 def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException:

@@ -65,9 +65,9 @@ def request_of(fields: dict[str, Any]) -> SpeechRequest:
 def wrong_field(message: str) -> HTTPException:
     """Turn msgspec's error about a speech request into a refusal that names the field and what it takes."""
     fields = FIELDS[SPEECH]
-    if missing := re.search("missing required field `(.*)`", message):
-        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     what, _, where = message.partition(" - at `$.")
+    if not where and (missing := re.search("missing required field `(.*)`", what)):
+        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     field = re.split(r"[.\[`]", where)[0]
     if field not in fields:
         return refusal(400, f"the request must be an object with the field input: {uncapitalized(message)}")

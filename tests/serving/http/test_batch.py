@@ -77,6 +77,7 @@ def test_an_error_in_one_item_does_not_affect_the_others(server, monkeypatch):
         {"input": "full"},
         {"input": "frames 1", "model": "nobody"},
         {"input": "frames 1", "model": "cloner", "ref_audio": "!"},
+        {"input": "frames 1", "voice": {}},
         {"input": "frames 2"},
     )
     faults = [(r["error"]["param"], r["error"]["code"]) if r["error"] else None for r in results]
@@ -92,6 +93,7 @@ def test_an_error_in_one_item_does_not_affect_the_others(server, monkeypatch):
         (None, "engine_full"),
         ("model", "model_not_found"),
         ("ref_audio", None),
+        ("voice", None),
         None,
     ]
     assert "a number from 0 (greedy) to 2" in results[2]["error"]["message"]

@@ -8,6 +8,7 @@ from fake_engine import CLONER, MODEL
 from http_server import Server, until
 from structlog.testing import capture_logs
 from uploads import recording
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from serving.http.routes import batch
@@ -46,6 +47,29 @@ def test_the_line_of_a_request_has_its_facts(server):
         "status": 200,
         "reason": "stop",
     }
+
+
+def test_a_session_that_breaks_is_logged(server, monkeypatch):
+    def breaks(*_):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr("serving.http.session.request_of", breaks)
+    with connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream") as client:
+        client.send('{"type": "session.config", "model": "fake"}')
+        with pytest.raises(ConnectionClosed):
+            client.recv(timeout=10)
+    found = line(server)
+    assert found["event"] == "unexpected" and found["log_level"] == "error"
+    assert isinstance(found["exc_info"], ZeroDivisionError)
+
+
+def test_a_client_that_leaves_after_a_wrong_message_is_no_error(server):
+    for _ in range(20):
+        with connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream") as client:
+            client.send(b"not text")
+            client.socket.close()
+    until(lambda: server.app.state.server.sessions.num_held == 0)
+    assert [found for found in server.lines if found["log_level"] == "error"] == []
 
 
 def test_every_outcome_is_one_line(server):
