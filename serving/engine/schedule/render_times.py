@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -36,16 +37,23 @@ class RenderTimes:
         last_s = next(took_s for num, took_s in known.items() if num >= rest) if rest else 0.0
         return full * known[max(known)] + last_s
 
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether few rows take nearly as long as all."""
+        shares = [known[min(known)] / known[max(known)] for known in self.seconds.values() if len(known) > 1]
+        return max(shares, default=0.0) >= FEW_ROWS_PART
+
     @property
     def max_in_flight(self) -> int:
-        """Return how many renders a device has at once: one, if few rows take nearly as long as all, so that
-        windows that become due meanwhile share the next launch."""
-        shares = [known[min(known)] / known[max(known)] for known in self.seconds.values() if len(known) > 1]
-        return 1 if max(shares, default=0.0) >= FEW_ROWS_PART else GPU_RENDERS_IN_FLIGHT
+        """Return how many renders a device has at once: one, if windows that become due meanwhile had better
+        share the next launch."""
+        return 1 if self.is_flat else GPU_RENDERS_IN_FLIGHT
 
     def joined(self, renders: list[Render]) -> list[Render]:
-        """Return the launches of an iteration, of which some are one larger launch: small windows ride in the
-        largest, where that takes less time. Reproducible windows keep their shape."""
+        """Return the launches of an iteration. Where few rows take nearly as long as all, small windows ride in
+        the largest launch if that takes less time. Reproducible windows keep their shape."""
+        if not self.is_flat:
+            return renders
 
         def kind(render: Render) -> tuple[int, bool]:
             return render.length, render.is_reproducible
