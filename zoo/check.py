@@ -18,8 +18,11 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     Raises RequestError for anything that the model does not take; the message says what it takes.
     """
     name = spec.name or f"{spec.family} {spec.variant}"
-    if not request.text.strip(BLANK):
+    is_turn = spec.answers and bool(request.turns) and request.turns[-1].role == "user"
+    if not request.text.strip(BLANK) and not is_turn:
         raise RequestError("text", "text is empty")
+    if request.normalize and spec.answers:
+        raise RequestError("normalize", f"{name} answers a text instead of speaking it: leave out normalize")
     is_mixed = bool(shares(request, spec))
     if not is_mixed:
         _check_voice(request, spec, name)

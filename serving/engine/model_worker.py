@@ -370,6 +370,8 @@ class ModelWorker:
     def record_pass(self, job: Job) -> None:
         """Count a pass that is over if its speech is of a length that its text can hardly have."""
         is_cut = job.pass_frames >= job.prompt.max_frames
+        if self.family.spec.answers:  # one token a step, of text or audio
+            is_cut |= job.pass_frames + job.text_tokens >= job.prompt.max_steps
         job.past.was_cut |= is_cut
         if not job.prompt.expected_s:
             return

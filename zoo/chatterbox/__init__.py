@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from zoo.chatterbox.flow import Flow
     from zoo.chatterbox.model import Chatterbox
     from zoo.chatterbox.t3 import T3
-    from zoo.chatterbox.vocoder import Vocoder
     from zoo.contract import Spec
+    from zoo.nn.s3.held_pitch import Vocoder
 
 NAME = "chatterbox"
 
@@ -85,7 +85,7 @@ def build(config: Config) -> tuple[T3, Flow, Vocoder, Encoders]:
     from zoo.chatterbox.clone import Encoders
     from zoo.chatterbox.flow import Flow
     from zoo.chatterbox.t3 import T3
-    from zoo.chatterbox.vocoder import Vocoder
+    from zoo.nn.s3.held_pitch import Vocoder
 
     with torch.device("meta"):
         return T3(config.t3), Flow(config.flow), Vocoder(config.vocoder), Encoders(config)

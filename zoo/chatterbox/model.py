@@ -25,7 +25,6 @@ from zoo.chatterbox.prompt import PromptWriter
 from zoo.chatterbox.sampling import draw_after_penalty, draw_before_penalty
 from zoo.chatterbox.strategy import MAX_FRAMES, STRATEGY
 from zoo.chatterbox.t3 import T3
-from zoo.chatterbox.vocoder import Vocoder
 from zoo.chatterbox.watermark import marked
 from zoo.check import check
 from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_cap
@@ -33,6 +32,7 @@ from zoo.nn.conv import CodecState
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
+from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.hift import Place
 from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
 from zoo.nn.s3.stretch import may_follow_values

@@ -156,7 +156,7 @@ class Family(nn.Module, ABC, Generic[S]):
         prompt: Prompt | None = next(passes)
         assert prompt is not None, "a text has no pass"
         prompt.silence_before = piece.before
-        if prompt.is_final and not request.is_open:
+        if prompt.is_final and not (request.is_open or self.spec.answers):
             prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
         while prompt is not None:
             prompt.silence_after = piece.after if prompt.is_final else 0
@@ -216,7 +216,7 @@ def understood(request: Request, spec: Spec) -> Request:
 def paced_pieces(request: Request, spec: Spec) -> list[Piece]:
     """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a text
     that has nothing to speak, and for pauses that cannot be made."""
-    if request.is_open or not request.text.strip(BLANK):
+    if request.is_open or spec.answers or not request.text.strip(BLANK):
         return [Piece(text) for text in pieces_of(request, spec)]
     if not MARK.search(request.text):
         if not HAS_WORD.search(request.text):

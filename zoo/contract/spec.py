@@ -123,6 +123,9 @@ class Spec:
     # strings that are a single token in fed text; each begins with "[" or "<"
     tags: tuple[str, ...] = ()
     listens: bool = False  # whether a request may hold turns of a conversation
+    # whether the model answers its text and turns instead of speaking them: turns alone are a request, and neither the
+    # text nor its length says what is spoken
+    answers: bool = False
     # whether the next turn of a conversation can reuse the KV cache of generated frames
     shares_turns: bool = False
     licence: str = ""  # of the weights, if it limits their use

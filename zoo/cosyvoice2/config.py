@@ -3,33 +3,27 @@
 A missing or out-of-range value raises an error that names it. Values that the reference keeps in code and not
 in a file (the encoder's width, its four upper layers) are constants here, checked against the shapes of the
 tensors.
-
-The yaml is HyperPyYAML, which constructs and calls whatever its tags name. Nothing is called here: the
-content of a tag is read as plain data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from zoo.checkpoint.config import (
     EPS,
     HEAD_DIM,
     HEADS,
-    KERNEL,
     LAYERS,
     POSITIONS,
     ROPE_THETA,
-    STRIDE,
     VOCABULARY,
     WIDTH,
     ConfigBlock,
 )
 from zoo.checkpoint.json_files import read_json
+from zoo.checkpoint.yaml_files import read_yaml
+from zoo.nn.s3.hift_config import read_vocoder
 from zoo.nn.s3.sizes import (
     GRID,
     LOOKAHEAD,
@@ -47,43 +41,6 @@ BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the la
 NUM_STOPS = 3  # ids after the codes in the tables: the end, an unused one, and FILL
 FILL = NUM_CODES + 2  # "more text", in interleaved speech
 MAX_RAS_WINDOW = 100  # codes
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """A loader that replaces every tag by its content: `!new:some.Class` with a block becomes that block."""
-
-
-def _plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    assert isinstance(node, yaml.ScalarNode)
-    return loader.construct_scalar(node)
-
-
-_PlainLoader.add_multi_constructor("!", _plain)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML object and resolve `!ref <name>` to top-level values. Raises ValueError."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # this loader constructs nothing
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a YAML object")
-    return {key: _resolved(value, values) for key, value in values.items()}
-
-
-def _resolved(value: Any, top: dict[str, Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _resolved(inner, top) for key, inner in value.items()}
-    if isinstance(value, str) and value.startswith("<") and value.endswith(">"):
-        return top.get(value[1:-1], value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -190,59 +147,6 @@ class FlowConfig(FlowSizes):
         )
 
 
-class VocoderConfig(VocoderSizes):
-    """The sizes of HiFT, as the yaml gives them."""
-
-    @classmethod
-    def read(cls, block: ConfigBlock) -> VocoderConfig:
-        block.expect(in_channels=MELS)
-        istft, f0 = block.block("istft_params"), block.block("f0_predictor")
-        f0.expect(num_class=1, in_channels=MELS)
-        rates = block.integers("upsample_rates", *STRIDE, lengths=(3, 3))
-        kernels = block.integers("upsample_kernel_sizes", *KERNEL, lengths=(3, 3))
-        hop = istft.integer("hop_len", 1, 64)
-        fft = istft.integer("n_fft", 4, 1024, step=4 * hop)
-        product = rates[0] * rates[1] * rates[2] * hop
-        if product != MEL_SAMPLES:
-            raise block.refuse(
-                "upsample_rates",
-                f"together with a hop of {hop} their product is {product}; it must be {MEL_SAMPLES}",
-            )
-        if fft != 4 * hop:
-            raise istft.refuse("n_fft", f"only {4 * hop}, four times hop_len, is supported")
-        if any(kernel < rate or (kernel - rate) % 2 for kernel, rate in zip(kernels, rates, strict=True)):
-            raise block.refuse(
-                "upsample_kernel_sizes", f"each must exceed its rate of {list(rates)} by an even number"
-            )
-        resblock_kernels = block.integers("resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
-        source_kernels = block.integers("source_resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
-        return cls(
-            channels=block.integer("base_channels", *WIDTH, step=8),
-            harmonics=block.integer("nb_harmonics", 0, 64) + 1,
-            alpha=block.number("nsf_alpha", 0.0, 1.0),
-            sigma=block.number("nsf_sigma", 0.0, 1.0),
-            voiced_hz=block.number("nsf_voiced_threshold", 0.0, 1e4),
-            rates=rates,
-            kernels=kernels,
-            fft=fft,
-            hop=hop,
-            resblock_kernels=resblock_kernels,
-            resblock_dilations=_dilations(block, "resblock_dilation_sizes"),
-            source_kernels=source_kernels,
-            slope=block.number("lrelu_slope", 0.0, 1.0),
-            limit=block.number("audio_limit", 0.0, 1.0),
-            f0_channels=f0.integer("cond_channels", *WIDTH),
-        )
-
-
-def _dilations(block: ConfigBlock, key: str) -> tuple[int, ...]:
-    """Return the dilations, which must be equal for all kernels."""
-    known = [[1, 3, 5]] * 3
-    if block.get(key) != known:
-        raise block.refuse(key, f"only {known} is known")
-    return (1, 3, 5)
-
-
 @dataclass(frozen=True)
 class Config:
     """All configs of a model directory."""
@@ -250,7 +154,7 @@ class Config:
     lm: LMConfig
     sampling: Sampling
     flow: FlowConfig
-    vocoder: VocoderConfig
+    vocoder: VocoderSizes
 
     @classmethod
     def read(cls, directory: Path) -> Config:
@@ -260,6 +164,5 @@ class Config:
         lm_block = ConfigBlock(read_json(directory / BLANK / LM_CONFIG), file=f"{BLANK}/{LM_CONFIG}")
         lm = LMConfig.read(lm_block, root)
         flow = FlowConfig.read(root.block("flow"), root)
-        root.block("hift").expect(source_resblock_dilation_sizes=[[1, 3, 5]] * 3, sampling_rate=RATE_HZ)
         sampling = Sampling.read(root.block("llm").block("sampling"))
-        return cls(lm, sampling, flow, VocoderConfig.read(root.block("hift")))
+        return cls(lm, sampling, flow, read_vocoder(root.block("hift"), RATE_HZ, MEL_SAMPLES, num_stages=3))

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from zoo.contract import Past
 from zoo.cosyvoice2.config import FlowConfig
 from zoo.cosyvoice2.strategy import MAX_FRAMES
+from zoo.nn.cfm import cosine_times
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import PAIR, Estimator
@@ -43,11 +44,6 @@ def fixed_noise(num_frames: int) -> Tensor:
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
     return torch.cat(noise, 1).mT[:num_frames].contiguous()
-
-
-def cosine_times() -> list[float]:
-    """Return the STEPS + 1 times of the solver, from 0 (noise) to 1, densest near 0."""
-    return (1 - torch.cos(torch.linspace(0, 1, STEPS + 1, device="cpu") * 0.5 * math.pi)).tolist()
 
 
 def zeros(like: Tensor, *shape: int) -> Tensor:
@@ -198,7 +194,7 @@ class Flow(nn.Module):
         """Fill the buffers that are in no checkpoint, and lay out the weights."""
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID)).to(self.output.weight.device)
         self.register_buffer("noise", noise, persistent=False)
-        times = torch.tensor(cosine_times(), dtype=torch.float64)
+        times = torch.tensor(cosine_times(STEPS), dtype=torch.float64)
         self.register_buffer("strides", times.diff().to(noise.device), persistent=False)
         self.estimator.prepare(times[:STEPS].float().to(noise.device))
 

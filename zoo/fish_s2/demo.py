@@ -22,10 +22,10 @@ from torch import Tensor
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.config import change
 from zoo.checkpoint.synthetic import Rule
-from zoo.fish_s2 import tiktoken, weights
+from zoo.fish_s2 import weights
 from zoo.fish_s2.config import CODEC_FILE, LONGEST_POSITIONS, S1, CodecConfig, Config, TransformerConfig
 from zoo.fish_s2.layers import ROPE_THETA
-from zoo.fish_s2.s1 import LM_FILE, SPECIAL_FILE
+from zoo.fish_s2.s1 import LM_FILE, SPECIAL_FILE, TIKTOKEN
 from zoo.fish_s2.s1 import read_config as read_s1_config
 from zoo.fish_s2.vocabulary import END, S1_ADDED, ranks, semantic, token_ids, tokenizer, tokenizer_config
 
@@ -293,7 +293,7 @@ def _write_s1_texts(directory: Path, content: dict[str, Any], is_full: bool) -> 
     directory.mkdir(parents=True, exist_ok=True)
     synthetic.write_json(directory / "config.json", content)
     synthetic.write_json(directory / SPECIAL_FILE, special)
-    (directory / tiktoken.FILE).write_text(ranks(is_full), encoding="ascii")
+    (directory / TIKTOKEN).write_text(ranks(is_full), encoding="ascii")
     return directory
 
 

@@ -30,7 +30,6 @@ from zoo.checkpoint.config import CODEBOOKS, EPS, LAYERS, POSITIONS, ROPE_THETA,
 from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.tensor_files import TensorFile, open_file
 from zoo.contract import Batch, Prompt, Said
-from zoo.fish_s2 import tiktoken
 from zoo.fish_s2.clone import Cloner
 from zoo.fish_s2.config import S1, Config, StackConfig
 from zoo.fish_s2.model import FishFamily, FishState
@@ -39,8 +38,15 @@ from zoo.fish_s2.sampling import draw
 from zoo.fish_s2.vocabulary import END, INTERLEAVE, semantic
 from zoo.nn.sampling import gumbel, keep_logits, penalise
 from zoo.request import Reference, Request, RequestError, sampling_options
+from zoo.text import tiktoken
 
-LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
+LM_FILE, SPECIAL_FILE, TIKTOKEN = "model.pth", "special_tokens.json", "tokenizer.tiktoken"
+# From fish-speech 0.1.0, tokenizer.py. Its `(\?!\S)` matches a literal question mark, which looks like a mistake, but
+# the model was trained with it.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{P}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(\?!\S)|\s+"
+)
 LICENCE = (
     "CC-BY-NC-SA-4.0: only non-commercial use, with attribution; share adaptations under the same licence"
 )
@@ -109,13 +115,13 @@ def read_tokenizer(directory: Path, config: Config) -> TextTokenizer:
     """Read the tokenizer. The ids in special_tokens.json must follow the ranks of the vocabulary. Raises
     ValueError."""
     path, special = directory / SPECIAL_FILE, read_json(directory / SPECIAL_FILE)
-    ranks = tiktoken.read_ranks(directory / tiktoken.FILE)
+    ranks = tiktoken.read_ranks(directory / TIKTOKEN)
     expected = {token: len(ranks) + i for i, token in enumerate(special)}
     for token, index in expected.items():
         if special[token] != index:
             given = f"{path} gives {token} the id {special[token]!r}"
-            raise ValueError(f"{given}; after the {len(ranks)} tokens of {tiktoken.FILE} it must be {index}")
-    return TextTokenizer(path, expected, tiktoken.tokenizer(ranks), config, (INTERLEAVE,))
+            raise ValueError(f"{given}; after the {len(ranks)} tokens of {TIKTOKEN} it must be {index}")
+    return TextTokenizer(path, expected, tiktoken.tokenizer(ranks, SPLIT), config, (INTERLEAVE,))
 
 
 # --- the prompt ---

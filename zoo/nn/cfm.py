@@ -20,6 +20,14 @@ def sway_times(steps: int, dtype: torch.dtype) -> Tensor:
     return even + 1.0 * (torch.cos(torch.pi / 2 * even) - 1 + even)
 
 
+def cosine_times(steps: int) -> list[float]:
+    """Return steps + 1 times from 0 (noise) to 1, densest near 0, for solvers that run upwards.
+
+    Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow_matching.py.
+    """
+    return (1 - torch.cos(torch.linspace(0, 1, steps + 1, device="cpu") * 0.5 * math.pi)).tolist()
+
+
 def euler_steps(times: Tensor) -> tuple[Tensor, Tensor]:
     """times [n + 1] -> the time and the length of each Euler step, [n] each, in the dtype of times. The
     rounding is that of a solver that subtracts step after step. The first steps have length 0: the velocity

@@ -13,8 +13,9 @@ from models import directory, family
 from mutations import mutations
 
 import zoo
+from zoo.checkpoint.yaml_files import read_yaml
 from zoo.cosyvoice2 import NAME
-from zoo.cosyvoice2.config import Config, read_yaml
+from zoo.cosyvoice2.config import Config
 from zoo.request import Request
 
 FOLDER = zoo.families()[NAME]

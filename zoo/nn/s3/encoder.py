@@ -67,13 +67,13 @@ class RelativeAttention(nn.Module):
 class ConformerLayer(nn.Module):
     """A pre-norm transformer layer: the conformer without its convolution and second feed-forward."""
 
-    def __init__(self, config: FlowSizes):
+    def __init__(self, width: int, heads: int, inner: int, eps: float = LAYER_EPS):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
-        self.attention = RelativeAttention(config.width, config.heads)
-        self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
-        self.widen = nn.Linear(config.width, config.inner)
-        self.narrow = nn.Linear(config.inner, config.width)
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.attention = RelativeAttention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width, eps=eps)
+        self.widen = nn.Linear(width, inner)
+        self.narrow = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), seen, cache, table)
@@ -94,13 +94,14 @@ class FlowEncoder(nn.Module):
     def __init__(self, config: FlowSizes):
         super().__init__()
         width = config.width
+        sizes = width, config.heads, config.inner
         self.embed = Embed(width)
         self.ahead = nn.Conv1d(width, width, LOOKAHEAD + 1)
         self.behind = CausalConv1d(width, width, LOOKBACK + 1)
-        self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(ConformerLayer(*sizes) for _ in range(config.layers))
         self.up = CausalConv1d(width, width, UP_LOOKBACK + 1)
         self.up_embed = Embed(width)
-        self.up_layers = nn.ModuleList(ConformerLayer(config) for _ in range(NUM_UP_LAYERS))
+        self.up_layers = nn.ModuleList(ConformerLayer(*sizes) for _ in range(NUM_UP_LAYERS))
         self.norm = nn.LayerNorm(width, eps=EMBED_EPS)
         self.layout = StateLayout(self)
 

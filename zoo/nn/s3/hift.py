@@ -1,4 +1,4 @@
-"""HiFT: mel frames (50 Hz) to 24 kHz samples, by filtering a source of sines and noise (HiFT-Net, arXiv
+"""HiFT: mel frames to samples, by filtering a source of sines and noise (HiFT-Net, arXiv
 2309.09493).
 
     mel ─┬─ f0 ─ 9 harmonics + noise ─ STFT ──┬───────────┬───────────┐
@@ -26,12 +26,11 @@ from torch.nn import functional as F
 from zoo import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.residual import ShortFilters
-from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, RATE_HZ, VocoderSizes
+from zoo.nn.s3.sizes import MELS, VocoderSizes
 from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
-HALF = MEL_SAMPLES // 2
 LAST_SLOPE = 0.01
 UNVOICED = 1 / 3  # of alpha: the amplitude of the noise in unvoiced frames
 MAX_MAGNITUDE = 100.0
@@ -68,18 +67,20 @@ class Plan:
     spectrum_context: int  # STFT frames
     stages: tuple[StagePlan, ...]
     lag: int  # of the samples, in samples
+    mel_samples: int
 
     @property
     def flush(self) -> int:
         """Number of mel frames that must follow the last one to get its samples out."""
-        return -(-self.lag // MEL_SAMPLES)
+        return -(-self.lag // self.mel_samples)
 
     @classmethod
     def of(cls, config: VocoderSizes) -> Plan:
         f0_lag = NUM_F0_CONVS * (F0_KERNEL // 2)
-        source_lag = MEL_SAMPLES * f0_lag + HALF  # a sine runs from the middle of a frame to that of the next
+        # a sine runs from the middle of a frame to that of the next
+        source_lag = config.mel_samples * f0_lag + config.mel_samples // 2
         stft_lag = -(-(source_lag + config.fft // 2) // config.hop) - 1
-        per_frame = MEL_SAMPLES // config.hop  # STFT frames
+        per_frame = config.mel_samples // config.hop  # STFT frames
         stages: list[StagePlan] = []
         rate, spectrum_context = 1, 0
         for i, (up, kernel) in enumerate(zip(config.rates, config.kernels, strict=True)):
@@ -119,6 +120,7 @@ class Plan:
             spectrum_context=spectrum_context,
             stages=tuple(stages),
             lag=config.hop * (stages[-1].lag_out + KERNEL // 2 + 2),
+            mel_samples=config.mel_samples,
         )
 
 
@@ -369,10 +371,10 @@ class Vocoder(nn.Module):
     def forward(
         self, mel: Tensor, place: Place, state: CodecState, phase: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return samples [B, W * MEL_SAMPLES], plan.lag behind the window, and phases [B, W + 1, H].
+        """Return samples [B, W * mel_samples], plan.lag behind the window, and phases [B, W + 1, H].
 
         mel [B, W, MELS]; phase [B, H]: fp64, in turns, in the middle of the frame f0_lag + 1 before the
-        window; noise [B, W + 1, MEL_SAMPLES, H]: of the frames from that one on. The phases are those in the
+        window; noise [B, W + 1, mel_samples, H]: of the frames from that one on. The phases are those in the
         middle of each of these frames.
         """
         # taken from the mel's shape, so that a graph holds for any number of frames
@@ -392,33 +394,33 @@ class Vocoder(nn.Module):
         return self.f0(mel[:, :, -num:], place.mask(1, context, num))
 
     def source(self, f0: Tensor, place: Place, phase: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source [B, W * MEL_SAMPLES] between the middles of the first and the last frame, and
+        """Return the source [B, W * mel_samples] between the middles of the first and the last frame, and
         phases.
 
         f0 [B, W + 1]; phases [B, W + 1, H]: in the middle of each frame, in turns. The phase is linear
         between the middles of frames, and constant before the first one and after the last one. It is fp64
         because it is a sum over the whole speech.
         """
-        config = self.config
+        config, size = self.config, self.config.mel_samples
         harmonic = torch.arange(1, config.harmonics + 1, device=f0.device)
-        turns = f0[:, 1:, None].double() * harmonic / RATE_HZ % 1  # [B, W, H], per sample
+        turns = f0[:, 1:, None].double() * harmonic / config.rate_hz % 1  # [B, W, H], per sample
         phases = torch.cat((phase[:, None], phase[:, None] + turns.cumsum(1)), 1)
-        way = (torch.arange(MEL_SAMPLES, device=f0.device, dtype=torch.float64) + 0.5) / MEL_SAMPLES
+        way = (torch.arange(size, device=f0.device, dtype=torch.float64) + 0.5) / size
         # [B, W], before the first frame's middle
         is_before = place.at(1, self.plan.f0_lag, place.frames) == 0
-        way = torch.where(is_before[..., None], 1, way)[..., None]  # [B, W, MEL_SAMPLES, 1]
-        angle = MEL_SAMPLES * (phases[:, :-1, None] + way * turns[:, :, None]) % 1
-        sines = (2 * math.pi * angle).to(f0.dtype).sin().flatten(1, 2)  # [B, W * MEL_SAMPLES, H]
+        way = torch.where(is_before[..., None], 1, way)[..., None]  # [B, W, size, 1]
+        angle = size * (phases[:, :-1, None] + way * turns[:, :, None]) % 1
+        sines = (2 * math.pi * angle).to(f0.dtype).sin().flatten(1, 2)  # [B, W * size, H]
 
-        is_voiced = (f0 > config.voiced_hz).to(f0.dtype).repeat_interleave(MEL_SAMPLES, 1)
-        is_voiced = is_voiced[:, HALF:-HALF, None]
+        is_voiced = (f0 > config.voiced_hz).to(f0.dtype).repeat_interleave(size, 1)
+        is_voiced = is_voiced[:, size // 2 : -(size // 2), None]
         loudness = config.alpha * UNVOICED + (config.sigma - config.alpha * UNVOICED) * is_voiced
-        noise = noise.flatten(1, 2)[:, HALF:-HALF].to(f0.dtype)
+        noise = noise.flatten(1, 2)[:, size // 2 : -(size // 2)].to(f0.dtype)
         return self.mix(config.alpha * is_voiced * sines + loudness * noise).tanh()[..., 0], phases % 1
 
     def filter(self, mel: Tensor, source: Tensor, place: Place, state: CodecState) -> Tensor:
         """Return samples of mel [B, MELS, mel_context + W] and source; source and samples [B, W *
-        MEL_SAMPLES]."""
+        mel_samples]."""
         config, plan = self.config, self.plan
         spectrum = self._spectrum(source, place, state)  # [B, bins, spectrum_context + W * STFT frames]
         x = self._stem(mel, place)
@@ -490,17 +492,18 @@ class Vocoder(nn.Module):
         """
         config, edge = self.config, self.config.fft // 2
         source = self.source_tail(source[:, None], state)[:, 0]
-        held = self.plan.f0_lag * MEL_SAMPLES + HALF + config.fft  # samples before the window
+        size = config.mel_samples
+        held = self.plan.f0_lag * size + size // 2 + config.fft  # samples before the window
         lag = config.hop * self.plan.stft_lag + edge
-        rate = MEL_SAMPLES // config.hop
+        rate = size // config.hop
         num = config.hop * (place.frames * rate - 1) + config.fft
-        is_inside = place.mask(MEL_SAMPLES, lag, num) is None
+        is_inside = place.mask(size, lag, num) is None
         if is_inside:
             reached = source[:, held - lag :][:, :num]
         else:
-            at, last = place.at(MEL_SAMPLES, lag, num), MEL_SAMPLES * place.limit[:, None] - 1
+            at, last = place.at(size, lag, num), size * place.limit[:, None] - 1
             at = torch.where(at > last, 2 * last - at, at.abs())
-            first = place.at(MEL_SAMPLES, held, 1)
+            first = place.at(size, held, 1)
             reached = source.gather(1, (at - first).clamp(0, source.shape[1] - 1))
         frames = reached.unfold(1, config.fft, config.hop)  # [B, STFT frames, fft]
         spectrum = ((frames * self.window) @ self.waves).mT

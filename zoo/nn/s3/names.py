@@ -38,18 +38,22 @@ def flow(config: FlowSizes) -> dict[str, str]:
     layers = [(f"encoder.encoders.{i}", f"encoder.layers.{i}") for i in range(config.layers)]
     layers += [(f"encoder.up_encoders.{i}", f"encoder.up_layers.{i}") for i in range(NUM_UP_LAYERS)]
     for theirs, ours in layers:
-        pairs |= {
-            f"{theirs}.self_attn.linear_{part}": f"{ours}.attention.{part}" for part in ("q", "k", "v", "out")
-        }
-        pairs |= {f"{theirs}.norm_mha": f"{ours}.attention_norm", f"{theirs}.norm_ff": f"{ours}.mlp_norm"}
-        pairs |= {
-            f"{theirs}.feed_forward.w_1": f"{ours}.widen",
-            f"{theirs}.feed_forward.w_2": f"{ours}.narrow",
-        }
-        names[f"{theirs}.self_attn.linear_pos.weight"] = f"{ours}.attention.position.weight"
-        names[f"{theirs}.self_attn.pos_bias_u"] = f"{ours}.attention.content_bias"
-        names[f"{theirs}.self_attn.pos_bias_v"] = f"{ours}.attention.position_bias"
+        names |= conformer_layer(theirs, ours)
     return names | both(pairs) | _estimator(config)
+
+
+def conformer_layer(theirs: str, ours: str) -> dict[str, str]:
+    """Return the names of a layer of the flow's encoder -> those of ConformerLayer."""
+    pairs = {
+        f"{theirs}.self_attn.linear_{part}": f"{ours}.attention.{part}" for part in ("q", "k", "v", "out")
+    }
+    pairs |= {f"{theirs}.norm_mha": f"{ours}.attention_norm", f"{theirs}.norm_ff": f"{ours}.mlp_norm"}
+    pairs |= {f"{theirs}.feed_forward.w_1": f"{ours}.widen", f"{theirs}.feed_forward.w_2": f"{ours}.narrow"}
+    return both(pairs) | {
+        f"{theirs}.self_attn.linear_pos.weight": f"{ours}.attention.position.weight",
+        f"{theirs}.self_attn.pos_bias_u": f"{ours}.attention.content_bias",
+        f"{theirs}.self_attn.pos_bias_v": f"{ours}.attention.position_bias",
+    }
 
 
 def _estimator(config: FlowSizes) -> dict[str, str]:
@@ -75,14 +79,17 @@ def _estimator(config: FlowSizes) -> dict[str, str]:
             pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
             pairs[f"{theirs}.0.{block}.block.2"] = f"{ours}.resnet.{block}.norm"
         for j in range(config.num_blocks):
-            block, mine = f"{theirs}.1.{j}", f"{ours}.blocks.{j}"
-            pairs |= {f"{block}.norm1": f"{mine}.attention_norm", f"{block}.norm3": f"{mine}.mlp_norm"}
-            pairs |= {f"{block}.attn1.to_out.0": f"{mine}.out", f"{block}.ff.net.0.proj": f"{mine}.widen"}
-            pairs[f"{block}.ff.net.2"] = f"{mine}.narrow"
-            names |= {
-                f"{block}.attn1.to_{part}.weight": f"{mine}.qkv.weight[{k}]" for k, part in enumerate("qkv")
-            }
+            names |= transformer_block(f"{theirs}.1.{j}", f"{ours}.blocks.{j}")
     return names | both(pairs)
+
+
+def transformer_block(theirs: str, ours: str) -> dict[str, str]:
+    """Return the names of a transformer block of the estimator -> ours."""
+    pairs = {f"{theirs}.norm1": f"{ours}.attention_norm", f"{theirs}.norm3": f"{ours}.mlp_norm"}
+    pairs |= {f"{theirs}.attn1.to_out.0": f"{ours}.out", f"{theirs}.ff.net.0.proj": f"{ours}.widen"}
+    pairs[f"{theirs}.ff.net.2"] = f"{ours}.narrow"
+    parts = {f"{theirs}.attn1.to_{part}.weight": f"{ours}.qkv.weight[{k}]" for k, part in enumerate("qkv")}
+    return parts | both(pairs)
 
 
 def vocoder(config: VocoderSizes, prefix: str = "") -> dict[str, str]:

@@ -51,6 +51,8 @@ class VocoderSizes:
     slope: float
     limit: float
     f0_channels: int
+    mel_samples: int = MEL_SAMPLES
+    rate_hz: int = RATE_HZ
 
 
 assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES

@@ -1,10 +1,7 @@
-"""Reads tokenizer.tiktoken, the vocabulary of OpenAudio S1: a byte-level BPE. The ranks of the tokens define
-its merges.
+"""Reads a vocabulary in tiktoken's format: a byte-level BPE. The ranks of the tokens define its merges.
 
 Source: openai/tiktoken, src/lib.rs. Among all neighbours whose joined bytes are a token, those with the
-lowest rank are joined first. A piece that is itself a token is not split. The pattern that splits a text into
-pieces comes from fish-speech 0.1.0, tokenizer.py. Its `(\\?!\\S)` matches a literal question mark, which
-looks like a mistake, but the model was trained with it.
+lowest rank are joined first. A piece that is itself a token is not split.
 """
 
 from __future__ import annotations
@@ -18,12 +15,6 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from zoo.text.bpe import Pair, byte_symbols
-
-FILE = "tokenizer.tiktoken"
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{P}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(\?!\S)|\s+"
-)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -49,13 +40,14 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
-    """Return a tokenizer of the `tokenizers` library with the same ids, without special tokens."""
+def tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
+    """Return a tokenizer of the `tokenizers` library with the same ids, without special tokens. pattern: splits a
+    text into pieces."""
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
     made = Tokenizer(BPE(vocab=vocabulary, merges=_merges(vocabulary), ignore_merges=True))
     byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = Sequence([Split(Regex(SPLIT), "isolated"), byte_level])
+    made.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), byte_level])
     return made
 
 

@@ -1,0 +1,280 @@
+"""GLM-4-Voice as a family: embed, hidden, emit, render.
+
+    slot ── embed ──> [B, D] ── hidden: 40 paged blocks ──> [B, D] ── emit ──> 1 token ─┬─ a code: onto the tape ── render ──> 22.05 kHz
+             │ the last token                                                           └─ text: written
+
+Text and codes share one vocabulary, and the model alternates by itself: 13 text tokens, then 26 codes; after the text only
+codes. Codes are 80 ms each.
+
+A cell of 25 codes is rendered with the 64 to 127 codes before it, their mel as the prompt, and up to 5 codes after it. So
+the samples do not depend on how the tape is cut into windows, and a cell costs the same anywhere in an answer.
+
+    codes    | 64 .. 127 codes: the prompt | cell of 25 | 5 |            the prompt begins at a multiple of 64 codes,
+    mel      | as it was rendered          | 172 or 173 | dropped        where a mel frame begins, too
+
+Source: THUDM/GLM-4-Voice at eb00ce9, model_server.py, flow_inference.py and web_demo.py. The reference renders from the
+beginning of the answer again for every chunk, and fades between chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.check import check
+from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
+from zoo.glm4_voice.config import FRAME_SAMPLES, MEL_SAMPLES, PER_TOKENS, Config, mel_frames
+from zoo.glm4_voice.flow import Flow
+from zoo.glm4_voice.listener import Listener
+from zoo.glm4_voice.lm import Lm
+from zoo.glm4_voice.prompt import PromptWriter
+from zoo.glm4_voice.strategy import GRID, LOOKAHEAD, STRATEGY
+from zoo.nn.conv import CodecState
+from zoo.nn.s3.held_pitch import Vocoder
+from zoo.nn.s3.hift import NO_LIMIT, Place
+from zoo.nn.s3.sizes import MELS
+from zoo.nn.s3.stretch import may_follow_values
+from zoo.nn.sampling import draw, gumbel, normal, uniform_noise
+from zoo.request import Request
+
+LEAST_PAST = 64  # codes of the prompt of a cell, once there are so many
+MOST_CODES = LEAST_PAST + PER_TOKENS - 1 + GRID + LOOKAHEAD
+MOST_MEL = mel_frames(MOST_CODES)
+CELL_MEL = mel_frames(GRID) + 1
+KEPT_MEL = 1024  # frames of the ring in which the latest mel is kept: more than a prompt's
+GROUP = 13  # text tokens before the first code
+NOISE_STEP, PHASE_STEP = 1 << 30, (1 << 31) - 1  # apart from the steps of the LM
+
+
+class VoiceState(State):
+    """Adds, for each slot: token, the last one drawn; last_step, at which the answer ends; the sampling values; mel, a ring
+    of the latest frames; and the vocoder's past: its rows, the phases, and the samples that were given out."""
+
+    token: Tensor
+    last_step: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    mel: Tensor
+    vocoder: Tensor
+    phase: Tensor
+    num_heard: Tensor
+
+    def __init__(self, family: Glm4Voice, slots: int, max_frames: int):
+        super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        dtype = family.flow.output.weight.dtype
+        self.add("token", dtype=torch.int64)
+        self.add("last_step", dtype=torch.int64)
+        self.add("temperature")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
+        self.add("mel", KEPT_MEL, MELS, dtype=dtype)
+        self.add("vocoder", family.vocoder.layout.size, dtype=dtype)
+        self.add("phase", family.config.vocoder.harmonics, dtype=torch.float64)
+        self.add("num_heard", dtype=torch.int64)
+
+
+class Glm4Voice(Family[VoiceState]):
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        lm: Lm,
+        flow: Flow,
+        vocoder: Vocoder,
+        listener: Listener,
+        writer: PromptWriter,
+    ):
+        super().__init__()
+        self.config, self.spec, self.strategy = config, spec, STRATEGY
+        self.lm, self.flow, self.vocoder, self.listener = lm, flow, vocoder, listener
+        self.writer = writer
+        vocabulary = writer.vocabulary
+        self.first_code = vocabulary.first_code
+        self.stops = config.lm.stops
+        self.dtype, self.device = lm.head.weight.dtype, lm.head.weight.device
+
+    # on the host, outside the engine's loop
+
+    @torch.inference_mode()
+    def prompt(self, request: Request) -> Prompt:
+        values = check(request, self.spec)
+        script = self.writer(request)
+        most = values.pop("max_tokens")
+        max_frames = frame_cap(self.spec, request, len(script.ids), most)
+        room = self.spec.max_positions - len(script.ids)
+        max_steps = min(most, room, 2 * max_frames + GROUP)
+        ids = torch.tensor(script.ids, device=self.device)
+        return Prompt(
+            inputs=self.lm.embedding(ids),
+            prefix_keys=script.ids,
+            max_frames=max_frames,
+            max_steps=max_steps,
+            slot=self._slot(request, values, max_steps),
+            usage={
+                "input_tokens": len(script.ids),
+                "input_audio_tokens": script.num_codes,
+                "prompt_positions": len(script.ids),
+            },
+        )
+
+    def _slot(self, request: Request, values: dict[str, Any], max_steps: int) -> dict[str, Any]:
+        seed = torch.tensor([request.seed])
+        phase = uniform_noise(seed, torch.tensor([PHASE_STEP]), range(1), self.config.vocoder.harmonics)[0, 0]
+        phase[0] = 0
+        return values | {"seed": request.seed, "last_step": max_steps - 1, "phase": phase.double()}
+
+    def detokenize(self, token: int) -> bytes:
+        return self.writer.vocabulary.bytes_of(token)
+
+    # on the host, at admission
+
+    def state(self, slots: int, max_frames: int | None = None) -> VoiceState:
+        return VoiceState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    # on the device
+
+    def embed(self, state: VoiceState, slots: Tensor) -> Tensor:
+        return self.lm.embedding(state.token[slots])
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        return self.lm.stack(inputs, batch)
+
+    def emit(self, state: VoiceState, slots: Tensor, h: Tensor) -> None:
+        """Draw one token per slot. h [B, D], the hidden state at each last position."""
+        logits = self._logits(h)
+        noise = gumbel(state.seed[slots], state.steps[slots], range(1), logits.shape[1])[:, 0]  # [B, V]
+        token = draw(logits, state.temperature[slots], state.top_k[slots], state.top_p[slots], noise)
+        code = token - self.first_code
+        is_code = (code >= 0) & (code < self.config.flow.codes)
+        ended = self._is_stop(token)
+        is_last = state.steps[slots] >= state.last_step[slots]
+        state.write(slots, torch.where(is_code | ended, -1, token))
+        state.token[slots] = torch.where(state.done[slots], state.token[slots], token)
+        state.append(slots, code.clamp(0, self.config.flow.codes - 1)[:, None], ended, is_code)
+        state.done[slots] = state.done[slots] | is_last
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """Return the logits [B, V] in fp32. The rows behind the codes have no token."""
+        logits = self.lm.head(h).float()
+        is_token = torch.arange(logits.shape[1], device=h.device) < self.first_code + self.config.flow.codes
+        return logits.masked_fill(~is_token, -torch.inf)
+
+    def _is_stop(self, token: Tensor) -> Tensor:
+        """Return which tokens [B] end an answer. Constants are compared one by one: a tensor of them would be copied to
+        the device in each step."""
+        found = token == self.stops[0]
+        for stop in self.stops[1:]:
+            found = found | (token == stop)
+        return found
+
+    def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
+        """Render the cells of a stretch one after the other. On a CPU each slot has its own lengths, so nothing is
+        padded."""
+        cells = -(-view.frames // GRID)
+        most = cells * CELL_MEL * MEL_SAMPLES + self.vocoder.plan.lag
+        out = torch.zeros(len(view.slots), most + 1, device=view.slots.device)
+        given = torch.zeros_like(view.count)
+        for cell in range(cells):
+            count = (view.count - GRID * cell).clamp(0, GRID)
+            is_end = view.is_last & (view.count <= GRID * (cell + 1))
+            # held samples are given out with the last codes, or alone if none are left
+            is_used = (count > 0) | (is_end & (view.count == 0) & (cell == 0))
+            start = view.start + view.count.clamp(max=GRID * cell)
+            part = View(view.slots, start, count, is_end & is_used, GRID)
+            for rows in self._together(part, is_used):
+                samples, valid = self._cell(state, replace_rows(part, rows))
+                at = torch.arange(samples.shape[1], device=samples.device)
+                place = torch.where(at < valid[:, None], given[rows, None] + at, most)
+                out[rows] = out[rows].scatter(1, place, samples)
+                given[rows] = given[rows] + valid
+        return out[:, :most], given
+
+    def _together(self, part: View, is_used: Tensor) -> list[Tensor]:
+        """Return the rows that are computed together: all of them, or one by one where shapes may follow values."""
+        if not may_follow_values(part.slots):
+            return [torch.arange(len(part.slots), device=part.slots.device)]
+        return list(is_used.nonzero())
+
+    def _cell(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
+        """Return samples [B, N] of at most one cell per slot, and how many of them are valid [B]."""
+        slots, start, stop = view.slots, view.start, view.start + view.count
+        first = ((start - LEAST_PAST).clamp(min=0) // PER_TOKENS) * PER_TOKENS
+        end = torch.minimum(stop + LOOKAHEAD, state.ready[slots])
+        mel = self._mel(state, slots, first, start, torch.maximum(end, first + 1))
+        mel_start, mel_stop = _mel_frames(start), _mel_frames(stop)
+        at = torch.arange(CELL_MEL, device=slots.device)
+        mel = mel.gather(1, _index(mel_start - _mel_frames(first), at, mel.shape[1]))  # [B, CELL_MEL, MELS]
+        is_new = (mel_start[:, None] + at < mel_stop[:, None])[..., None]
+        place = (mel_start[:, None] + at) % KEPT_MEL
+        state.mel[slots[:, None], place] = torch.where(is_new, mel, state.mel[slots[:, None], place])
+        return self._samples(state, view, mel, mel_start, mel_stop)
+
+    def _mel(self, state: VoiceState, slots: Tensor, first: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """Return the mel [B, T, MELS] of codes first .. end, given that of codes first .. start."""
+        count, num = end - first, MOST_CODES
+        if may_follow_values(count):
+            num = int(count.max())
+        at = first[:, None] + torch.arange(num, device=slots.device)
+        codes = state.tape[slots[:, None], at.clamp(max=state.tape.shape[1] - 1), 0]
+        at = _mel_frames(first)[:, None] + torch.arange(mel_frames(num), device=slots.device)
+        prompt = state.mel[slots[:, None], at % KEPT_MEL]
+        return self.flow(codes, count, prompt, _mel_frames(start) - _mel_frames(first))
+
+    def _samples(
+        self, state: VoiceState, view: View, mel: Tensor, start: Tensor, stop: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return samples of mel frames start .. stop [B], mel [B, CELL_MEL, MELS], and how many are valid.
+
+        The samples end before the last frame by the vocoder's lag. At the end of the answer silent frames follow until
+        all samples are out.
+        """
+        slots, plan, heard = view.slots, self.vocoder.plan, state.num_heard[view.slots]
+        ends = torch.maximum(heard, MEL_SAMPLES * stop - torch.where(view.is_last, 0, plan.lag))
+        count = stop - start + torch.where(view.is_last & (ends > heard), plan.flush, 0)
+        frames = CELL_MEL + plan.flush
+        mel = F.pad(mel, (0, 0, 0, plan.flush))
+        if may_follow_values(count):
+            frames = max(1, int(count.max()))
+            mel = mel[:, :frames]
+        place = Place(start, torch.where(view.is_last, stop, NO_LIMIT), frames)
+        past = CodecState(self.vocoder.layout, state.vocoder[slots], frames, count)
+        noise = self._noise(state, slots, place.at(1, plan.f0_lag + 1, frames + 1))
+        samples, phases = self.vocoder(mel, place, past, state.phase[slots], noise)
+        state.vocoder[slots] = past.next()
+        state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
+        state.num_heard[slots] = ends
+        most = CELL_MEL * MEL_SAMPLES + plan.lag
+        at = (heard - MEL_SAMPLES * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
+        return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
+
+    def _noise(self, state: VoiceState, slots: Tensor, frame: Tensor) -> Tensor:
+        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the answer [B, W]."""
+        shape = MEL_SAMPLES, self.config.vocoder.harmonics
+        seeds = state.seed[slots, None].expand_as(frame)
+        noise = normal(seeds.flatten(), NOISE_STEP + frame.clamp(min=0).flatten(), math.prod(shape))
+        return noise.view(*frame.shape, *shape)
+
+
+def replace_rows(view: View, rows: Tensor) -> View:
+    """Return some rows of a view."""
+    parts = (part[rows] for part in (view.slots, view.start, view.count, view.is_last))
+    slots, start, count, is_last = parts
+    return replace(view, slots=slots, start=start, count=count, is_last=is_last)
+
+
+def _mel_frames(tokens: Tensor) -> Tensor:
+    return torch.div(441 * tokens, PER_TOKENS, rounding_mode="floor")
+
+
+def _index(first: Tensor, at: Tensor, num: int) -> Tensor:
+    """Return the index [B, F, MELS] for `gather` of frames first + at, of at most num."""
+    return (first[:, None] + at).clamp(max=num - 1)[..., None].expand(-1, -1, MELS)
+
+
+assert MEL_SAMPLES * mel_frames(PER_TOKENS) == FRAME_SAMPLES * PER_TOKENS
