@@ -71,8 +71,16 @@ class Reference(msgspec.Struct):
     name: str | None = None  # the name that a mix of voices uses for it
 
 
+class Turn(msgspec.Struct):
+    """A zoo.request.Turn in transit."""
+
+    role: str
+    text: str | None = None
+    clip: AudioClip | None = None
+
+
 class Request(msgspec.Struct, omit_defaults=True):
-    """A zoo.request.Request in transit, without its references. HTTP has no turns: references say who speaks."""
+    """A zoo.request.Request in transit, without its references and turns."""
 
     text: str
     voice: str | None = None
@@ -116,6 +124,13 @@ class Speak(Message):
     request: Request
     references: list[Reference] = []
     listener: Listener = Listener()
+    turns: list[Turn] = []
+
+    @property
+    def recordings(self) -> list[AudioClip]:
+        """The samples in the message: not those of stored voices."""
+        clips = [reference.clip for reference in self.references] + [turn.clip for turn in self.turns]
+        return [clip for clip in clips if isinstance(clip, AudioClip)]
 
 
 class Feed(Message):
@@ -176,6 +191,7 @@ class ModelInfo(msgspec.Struct):
     keeps_voice: bool = False  # whether it speaks in a random voice by default, and can clone that voice
     mixes: bool = False  # whether it can mix voices
     shares_turns: bool = False  # whether a request can continue a conversation
+    answers: bool = False  # whether it answers conversations instead of speaking texts
 
 
 class Models(Message):

@@ -173,9 +173,8 @@ class Bridge:
             self.events.append((client, id, event))
 
         text_bytes = len(message.request.text.encode())
-        clips = [reference.clip for reference in message.references]
         # Stored recordings are read by the threads that encode them, so at most PROMPT_THREADS at a time.
-        reference_bytes = sum(clip.num_bytes for clip in clips if isinstance(clip, protocol.AudioClip))
+        reference_bytes = sum(clip.num_bytes for clip in message.recordings)
         try:
             queued = engine.accept(id, deliver, message.model, message.listener, text_bytes, reference_bytes)
         except (Full, ValueError) as error:

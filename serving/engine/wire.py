@@ -18,6 +18,7 @@ from zoo.request import (
     Request,
     RequestError,
     StoredClip,
+    Turn,
     recording_name,
 )
 
@@ -30,7 +31,12 @@ log = structlog.get_logger()
 def request_of(message: protocol.Speak) -> Request:
     """Raises RequestError."""
     fields = msgspec.structs.asdict(message.request)
-    return Request(**fields, references=tuple(map(reference_of, message.references)))
+    references = tuple(map(reference_of, message.references))
+    return Request(**fields, references=references, turns=tuple(map(turn_of, message.turns)))
+
+
+def turn_of(turn: protocol.Turn) -> Turn:
+    return Turn(turn.role, turn.text, None if turn.clip is None else audio_clip(turn.clip))
 
 
 class NotEncoded(Exception):
@@ -102,4 +108,5 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         keeps_voice=spec.keeps_voice,
         mixes=spec.mixes,
         shares_turns=spec.shares_turns,
+        answers=spec.answers,
     )

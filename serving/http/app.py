@@ -35,6 +35,7 @@ from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
+from serving.http.routes.chat import complete
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
@@ -85,7 +86,7 @@ def create_app(
     server = Server(engine, api_key, limits, settings.voices_dir, names, tracing)
     speech = Router(
         "/",
-        route_handlers=[speak, speak_batch],
+        route_handlers=[speak, speak_batch, complete],
         request_max_body_size=limits.speech_body_bytes,
         middleware=[LargeBodies],
     )

@@ -24,7 +24,8 @@ from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
-SPEECH = "/v1/audio/speech"
+SPEECH, CHAT = "/v1/audio/speech", "/v1/chat/completions"
+ANSWERS = (SPEECH, CHAT)  # routes whose requests are counted and logged
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name
 MAX_ECHO_CHARS = 100
@@ -131,10 +132,10 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "internal server error; see the server's log")
     facts = {"id": request.state.get("request_id"), "path": cut(path)}
-    if path == SPEECH:
+    if path in ANSWERS:
         facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
     body = log_refused(error, **facts)
-    if path == SPEECH:
+    if path in ANSWERS:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
 

@@ -336,9 +336,88 @@ def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
     return {name: hint.__metadata__[-1].description for name, hint in hints.items()}
 
 
+class InputAudio(msgspec.Struct):
+    data: str
+    format: Literal["wav", "mp3"] = "wav"
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
+    input_audio: InputAudio
+
+
+class AudioId(msgspec.Struct):
+    id: str
+
+
+class ChatMessage(msgspec.Struct):
+    """A turn of a conversation. developer is another name for system."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart | AudioPart], Meta(max_length=16)] | None = None
+    audio: AudioId | None = None  # of an earlier answer: refused, because this server keeps none
+
+
+class ChatAudio(msgspec.Struct):
+    """How the answer's audio comes. voice: the name of a voice; a model with one voice speaks in that one."""
+
+    format: Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
+    voice: Name | Voice | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions, for models that answer (`answers` in GET /v1/models)."""
+
+    messages: Annotated[
+        Annotated[list[ChatMessage], Meta(min_length=1, max_length=256)],
+        Meta(
+            description="the conversation: at most one system message, then user and assistant in turn, the user's "
+            "last; content is a text, or a list of text and input_audio parts, base64 in data"
+        ),
+    ]
+    model: Annotated[
+        Name | None, Meta(description="the ID of a served model; required if the server has several")
+    ] = None
+    modalities: Annotated[
+        list[Literal["text", "audio"]] | None,
+        Meta(description='["text"] (default), or ["text", "audio"], which needs audio'),
+    ] = None
+    audio: Annotated[
+        ChatAudio | None,
+        Meta(description="the voice, and the format: wav, mp3, flac, opus, aac, or pcm16, at 24 kHz"),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        Meta(
+            description="true: chunks as server-sent events, with audio in pcm16; false (default): one object"
+        ),
+    ] = None
+    stream_options: Annotated[
+        StreamOptions | None, Meta(description="include_usage true: a last chunk has the usage")
+    ] = None
+    max_completion_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        Meta(description="the most tokens of the answer, of text and audio together"),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
+        Meta(description="an integer from 0 to 2^63 - 1; the same seed gives the same answer"),
+    ] = None
+    temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
+    top_p: Annotated[TopP | None, Meta(description="a number above 0, up to 1 (off)")] = None
+
+
 # Descriptions of fields, by route.
 FIELDS = {
     "/v1/audio/speech": fields_of(SpeechRequest),
+    "/v1/chat/completions": fields_of(ChatRequest),
     "/v1/audio/speech/batch": fields_of(SpeechBatch),
     "/v1/audio/voices": fields_of(VoiceUpload),
     "/v1/audio/voices/{voice_id}": fields_of(VoiceName),
@@ -371,6 +450,7 @@ class Model(msgspec.Struct):
     keeps_voice: bool  # whether it draws a random voice if none is given, and can clone that voice
     mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
     shares_turns: bool  # whether a request may continue a conversation
+    answers: bool  # whether it answers conversations (POST /v1/chat/completions) instead of speaking texts
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by

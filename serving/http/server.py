@@ -14,7 +14,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.engine_client import Away, EngineClient
-from serving.http.errors import cut, refusal
+from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.quota import Quota
@@ -72,7 +72,7 @@ class Server:
 
     async def start_decoders(self) -> None:
         """Start the decoder processes once the engine serves a model that takes recordings."""
-        while not any(info.reference_s for info in self.engine.models):
+        while not any(info.reference_s or info.answers for info in self.engine.models):
             await asyncio.sleep(LOOK_S)
         self.references.decoders.start()
 
@@ -97,6 +97,19 @@ class Server:
             raise refusal(404, message, "model", "model_not_found")
         return models[id]
 
+    def answering_model(self, asked: str | None) -> Model:
+        """Return the model of a conversation. Raises Away, and the refusal."""
+        if asked is None and len(self.models) > 1:
+            named = ", ".join(model.id for model in self.models)
+            raise refusal(
+                400, f"model is missing; this server has several: {named}", "model", "missing_field"
+            )
+        model = self.models[0] if asked is None else self.model(asked)
+        if not model.answers:
+            message = f"model {model.id!r} speaks texts, it does not answer: use POST {SPEECH}"
+            raise refusal(400, message, "model", "wrong_route")
+        return model
+
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
         """Return the model of a request, and warnings. A request may leave the model out if the server has
         only one. Raises Away, and the refusal."""
@@ -115,6 +128,9 @@ class Server:
             raise refusal(400, message, "model", "missing_field")
         else:
             [model] = models.values()
+        if model.answers:
+            message = f"model {model.id!r} answers conversations, it does not speak texts: use POST {CHAT}"
+            raise refusal(400, message, "model", "wrong_route")
         return model, [warning for warning in warnings if warning is not None]
 
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:

@@ -218,11 +218,21 @@ class Speech:
         """Return the engine's rejection as a refusal, with the client's names for the fields."""
         param, message = rejected.param, rejected.message
         if param is not None:
-            name = self.voice.client_field(param)
+            name = self.client_field(param)
             message = re.sub(rf"^{re.escape(param)}\b", name, message)
             param = name
         code, retry_after_s = rejected.code, rejected.retry_after_s
         return refusal(rejected.status, message, param, code, retry_after_s=retry_after_s, request_id=self.id)
+
+    def client_field(self, param: str) -> str:
+        """Return the client's name for a field of zoo.request.Request."""
+        return self.voice.client_field(param)
+
+    @property
+    def media_type(self) -> str:
+        if self.is_sse:
+            return "text/event-stream; charset=utf-8"
+        return encode.FORMATS[self.request.response_format].media_type
 
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
         """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so
@@ -289,9 +299,7 @@ class Speech:
     async def start(self, send: Send, num_bytes: int | None = None) -> None:
         self.is_started = True
         headers = {
-            "content-type": "text/event-stream; charset=utf-8"
-            if self.is_sse
-            else encode.FORMATS[self.request.response_format].media_type,
+            "content-type": self.media_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # nginx would buffer the audio otherwise
             "x-request-id": self.id,

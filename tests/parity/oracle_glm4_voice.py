@@ -102,7 +102,9 @@ def make_lm(directory: Path, config: Config) -> GlmForCausalLM:
         theirs, ours = f"transformer.encoder.layers.{i}", f"model.layers.{i}"
         for kind in ("weight", "bias"):
             fused = found[f"{theirs}.self_attention.query_key_value.{kind}"].split(sizes)
-            tensors |= {f"{ours}.self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", fused, strict=True)}
+            tensors |= {
+                f"{ours}.self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", fused, strict=True)
+            }
         tensors |= {
             f"{ours}.self_attn.o_proj.weight": found[f"{theirs}.self_attention.dense.weight"],
             f"{ours}.mlp.gate_up_proj.weight": found[f"{theirs}.mlp.dense_h_to_4h.weight"],
@@ -149,7 +151,12 @@ class Listener(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """samples [N] at 16 kHz -> codes [F]"""
         pieces = [piece.numpy() for piece in samples.split(30 * 16_000)]
-        how = {"sampling_rate": 16_000, "return_attention_mask": True, "return_tensors": "pt", "device": "cpu"}
+        how = {
+            "sampling_rate": 16_000,
+            "return_attention_mask": True,
+            "return_tensors": "pt",
+            "device": "cpu",
+        }
         made = self.features(pieces, padding="longest", pad_to_multiple_of=1280, **how)
         codes = []
         for mel, mask in zip(made.input_features, made.attention_mask, strict=True):
@@ -194,7 +201,15 @@ class Flow:
         self.project = nn.Linear(c.width, 80)
         self.regulator = InterpolateRegulator(80, (1, 1, 1, 1)).eval()
         self.estimator = ConditionalDecoder(
-            320, 80, (c.channels, c.channels), 0.0, c.head_dim, c.num_blocks, c.num_mid, c.estimator_heads, "gelu"
+            320,
+            80,
+            (c.channels, c.channels),
+            0.0,
+            c.head_dim,
+            c.num_blocks,
+            c.num_mid,
+            c.estimator_heads,
+            "gelu",
         ).eval()
         parts = {
             "encoder.": self.encoder,
@@ -203,7 +218,9 @@ class Flow:
             "decoder.estimator.": self.estimator,
         }
         for prefix, module in parts.items():
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+            }
             module.load_state_dict(own)
 
     def __call__(self, codes: Tensor, prompt: Tensor) -> Tensor:
@@ -270,7 +287,13 @@ def samples_of(vocoder: HiFTGenerator, mel: Tensor, seed: int) -> Tensor:
         return (2 * np.pi * phase)[None, :, None]
 
     def draw_noise(like: Tensor) -> Tensor:
-        return noise.T[None] if like.shape[1] == harmonics else noise[None] if like.shape[-1] == harmonics else like
+        return (
+            noise.T[None]
+            if like.shape[1] == harmonics
+            else noise[None]
+            if like.shape[-1] == harmonics
+            else like
+        )
 
     with (
         patch("cosyvoice.hifigan.generator.Uniform.sample", draw_phases),
@@ -307,7 +330,11 @@ def main() -> None:
     first, num_tokens = vocabulary.first_code, vocabulary.first_code + config.flow.codes
     special = vocabulary.special
     prompts = {"written": (demo.WRITTEN, vocabulary(TEXT))}
-    spoken = [special["<|begin_of_audio|>"], *(first + code for code in heard["short"]), special["<|end_of_audio|>"]]
+    spoken = [
+        special["<|begin_of_audio|>"],
+        *(first + code for code in heard["short"]),
+        special["<|end_of_audio|>"],
+    ]
     prompts["spoken"] = (demo.SPOKEN, spoken)
     facts: dict[str, Any] = {"seed": SEED, "text": TEXT, "heard": heard, "answers": {}}
     tensors: dict[str, Tensor] = {}

@@ -35,6 +35,7 @@ from zoo.glm4_voice.lm import Lm
 from zoo.glm4_voice.prompt import PromptWriter
 from zoo.glm4_voice.strategy import GRID, LOOKAHEAD, STRATEGY
 from zoo.nn.conv import CodecState
+from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.hift import NO_LIMIT, Place
 from zoo.nn.s3.sizes import MELS
@@ -97,7 +98,7 @@ class Glm4Voice(Family[VoiceState]):
         vocabulary = writer.vocabulary
         self.first_code = vocabulary.first_code
         self.stops = config.lm.stops
-        self.dtype, self.device = lm.head.weight.dtype, lm.head.weight.device
+        self.dtype, self.device = dtype_of(lm.head), lm.head.weight.device
 
     # on the host, outside the engine's loop
 

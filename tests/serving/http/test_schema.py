@@ -21,6 +21,7 @@ CHECKS = [
 ROUTES = [
     ("POST", "/v1/audio/speech"),
     ("POST", "/v1/audio/speech/batch"),
+    ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
     ("GET", "/v1/audio/models"),

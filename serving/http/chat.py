@@ -1,0 +1,239 @@
+"""The answer to a conversation, in the form of OpenAI's chat completions: one object, or chunks as server-sent
+events. Text is the transcript of the audio, or the content if no audio was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar.types import Send
+
+from serving import protocol
+from serving.http.errors import cut, refusal
+from serving.http.references import LoadedVoice, check_duration, unpack
+from serving.http.schemas import AudioPart, ChatMessage, ChatRequest, Model, SpeechRequest, TextPart, Voice
+from serving.http.server import Server
+from serving.http.speech import ENCODING, Speech, body
+from serving.http.voice_choice import VoiceChoice
+from zoo.request import BLANK
+
+PCM_HZ = 24_000  # pcm16 does not carry its rate, and OpenAI's clients assume this one
+NO_CHOICE = VoiceChoice(None, False, (), "audio", None, None)  # a model that answers has one voice
+LEAST_S = 0.01  # of a clip
+ROLES = {"developer": "system"}
+FIELD = {
+    "turns": "messages",
+    "text": "messages",
+    "references": "messages",
+    "max_tokens": "max_completion_tokens",
+}
+
+
+def check(data: ChatRequest) -> None:
+    """Check a request as far as possible without the engine. Raises the refusal."""
+    wants_audio = "audio" in (data.modalities or ())
+    if wants_audio and data.audio is None:
+        raise refusal(400, 'audio is missing: with modalities ["text", "audio"] it says the format', "audio")
+    if data.audio is not None and not wants_audio:
+        raise refusal(
+            400, 'audio needs modalities ["text", "audio"]; set them, or leave audio out', "modalities"
+        )
+    if data.audio is not None and data.stream and data.audio.format != "pcm16":
+        raise refusal(400, f"a stream has audio in pcm16, not in {data.audio.format}", "audio")
+
+
+def warnings_of(data: ChatRequest, model: Model) -> list[str]:
+    """Return a warning for a voice that the model does not have. OpenAI's clients must name one."""
+    given = None if data.audio is None else data.audio.voice
+    voice = given.id if isinstance(given, Voice) else given
+    if voice is None or voice in model.voices:
+        return []
+    return [f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"]
+
+
+def speech_request(data: ChatRequest) -> SpeechRequest:
+    """Return the fields of a conversation that a speech request has, too."""
+    given = "pcm" if data.audio is None else data.audio.format
+    is_pcm = given in ("pcm", "pcm16")
+    return SpeechRequest(
+        input="",
+        response_format="pcm" if is_pcm else given,
+        sample_rate=PCM_HZ if is_pcm else None,
+        stream=bool(data.stream),
+        stream_format="sse" if data.stream else "audio",
+        seed=data.seed,
+        temperature=data.temperature,
+        top_p=data.top_p,
+    )
+
+
+class Chat(Speech):
+    """An ASGI application for one request, like `Speech`."""
+
+    def __init__(
+        self,
+        server: Server,
+        data: ChatRequest,
+        model: Model,
+        given_id: str | None,
+        warnings: Sequence[str] = (),
+    ):
+        options = {} if data.max_completion_tokens is None else {"max_tokens": data.max_completion_tokens}
+        super().__init__(server, speech_request(data), options, model, NO_CHOICE, given_id, warnings)
+        self.wants_audio = data.audio is not None
+        self.has_usage = data.stream_options is not None and data.stream_options.include_usage
+        self.messages: list[ChatMessage] | None = data.messages
+        self.created = int(time.time())
+        self.text = ""
+        self.has_role = self.has_audio_id = False  # whether they were sent
+
+    def client_field(self, param: str) -> str:
+        return FIELD.get(param, param)
+
+    @property
+    def media_type(self) -> str:
+        return super().media_type if self.is_sse else "application/json"
+
+    # the request
+
+    async def message(self) -> protocol.Speak:
+        """Return the request for the engine. After this, no other object holds its recordings."""
+        messages, self.messages = self.messages or [], None
+        message = self.speak_message(LoadedVoice(None, []))
+        for i, one in enumerate(messages):
+            message.turns.append(await self._turn(i, one))
+        if sum(clip.num_bytes for clip in message.recordings) > protocol.MAX_CLIP_BYTES:
+            limit = f"{protocol.MAX_CLIP_BYTES >> 20} MiB of float32 samples"
+            raise refusal(400, f"all clips together exceed {limit}", "messages")
+        return message
+
+    async def _turn(self, i: int, message: ChatMessage) -> protocol.Turn:
+        """Return a turn. Raises the refusal."""
+        if message.audio is not None:
+            advice = "send the answer's transcript as content"
+            raise refusal(
+                400, f"messages[{i}] names an audio, and this server keeps none: {advice}", "messages"
+            )
+        given = message.content
+        parts = [TextPart(given)] if isinstance(given, str) else list(given or ())
+        text = "".join(part.text for part in parts if isinstance(part, TextPart))
+        audio = [part for part in parts if isinstance(part, AudioPart)]
+        if len(audio) > 1 or (audio and text.strip(BLANK)):
+            raise refusal(400, f"messages[{i}] has several parts; give one input_audio, or text", "messages")
+        if len(text) > self.server.limits.text_chars:
+            most = f"this server takes up to {self.server.limits.text_chars}"
+            raise refusal(400, f"messages[{i}] has {len(text)} characters; {most}", "messages")
+        clip = await self._clip(i, audio[0]) if audio else None
+        return protocol.Turn(ROLES.get(message.role, message.role), text or None, clip)
+
+    async def _clip(self, i: int, part: AudioPart) -> protocol.AudioClip:
+        limits, data = self.server.limits, part.input_audio.data
+        try:
+            clip = await self.server.references.recordings.decode(
+                lambda: unpack(data, limits.reference_bytes), limits.reference_s
+            )
+            check_duration(clip, (LEAST_S, limits.reference_s))
+        except ValueError as error:
+            raise refusal(400, f"messages[{i}]: the audio cannot be used: {error}", "messages") from None
+        return clip
+
+    # the answer
+
+    async def take(self, message: protocol.Outcome, send: Send) -> bool:
+        if not isinstance(message, protocol.Text):
+            return await super().take(message, send)
+        self.text += message.text
+        if self.is_sse:
+            text = message.text
+            await self.send_delta(
+                send, self._heard(transcript=text) if self.wants_audio else {"content": text}
+            )
+        return True
+
+    async def take_audio(self, pcm: bytes, send: Send) -> None:
+        if self.wants_audio:
+            await super().take_audio(pcm, send)
+        else:
+            self.num_bytes += len(pcm)
+
+    async def send_audio(self, send: Send, audio: bytes) -> None:
+        if audio and self.wants_audio:
+            await self.send_delta(send, self._heard(data=base64.b64encode(audio).decode()))
+
+    async def send_delta(self, send: Send, delta: dict[str, Any], reason: str | None = None) -> None:
+        """Send a chunk. The first one says the role."""
+        if not self.has_role:
+            self.has_role = True
+            delta = {"role": "assistant", **delta}
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+        await self._send_chunk(send, {"choices": [choice]})
+
+    async def _send_chunk(self, send: Send, content: dict[str, Any]) -> None:
+        if not self.is_started:
+            await self.start(send)
+        await self.send_body(send, b"data: " + msgspec.json.encode(self._head(".chunk") | content) + b"\n\n")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.id}",
+            "object": f"chat.completion{kind}",
+            "created": self.created,
+            "model": self.model.id,
+        }
+
+    def _heard(self, **content: str) -> dict[str, Any]:
+        """Return the audio of a delta. The first one has the audio's ID."""
+        named = {} if self.has_audio_id else {"id": self.audio_id}
+        self.has_audio_id = True
+        return {"audio": named | content}
+
+    @property
+    def audio_id(self) -> str:
+        return f"audio_{self.id}"
+
+    async def finish(self, finished: protocol.Finished, send: Send) -> None:
+        self.finished, self.num_frames = finished, finished.frames
+        if self.request.stream:
+            await self._finish_stream(finished, send)
+        else:
+            answer = await asyncio.get_running_loop().run_in_executor(ENCODING, self._object, finished)
+            await self.start(send, num_bytes=len(answer))
+            await body(send, answer, more=False)
+        if not self.has_left:
+            self.ended(finished.reason, 200)
+
+    async def _finish_stream(self, finished: protocol.Finished, send: Send) -> None:
+        if self.wants_audio:
+            await self.send_audio(send, await self.encode(self.encoder.finish))
+            await self.send_delta(send, {"audio": {"expires_at": self.created}})
+        await self.send_delta(send, {}, finished.reason)
+        if self.has_usage:
+            await self._send_chunk(send, {"choices": [], "usage": usage_of(finished)})
+        await body(send, b"data: [DONE]\n\n", more=False)
+
+    def _object(self, finished: protocol.Finished) -> bytes:
+        """Return the JSON of the whole answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.wants_audio:
+            data = base64.b64encode(self.file()).decode()
+            spoken = {"id": self.audio_id, "data": data, "transcript": self.text, "expires_at": self.created}
+            message |= {"content": None, "audio": spoken}
+        choice = {"index": 0, "message": message, "finish_reason": finished.reason, "logprobs": None}
+        return msgspec.json.encode(self._head("") | {"choices": [choice], "usage": usage_of(finished)})
+
+
+def usage_of(finished: protocol.Finished) -> dict[str, Any]:
+    """Return the tokens of the prompt and of the answer, in OpenAI's form."""
+    prompt, heard = finished.usage.get("input_tokens", 0), finished.usage.get("input_audio_tokens", 0)
+    written, spoken = finished.usage.get("text_tokens", 0), finished.frames
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written + spoken,
+        "total_tokens": prompt + written + spoken,
+        "prompt_tokens_details": {"text_tokens": prompt - heard, "audio_tokens": heard},
+        "completion_tokens_details": {"text_tokens": written, "audio_tokens": spoken},
+    }

@@ -1,0 +1,33 @@
+"""The route POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.types import ASGIApp
+
+from serving.http.chat import Chat, check, warnings_of
+from serving.http.errors import CHAT
+from serving.http.requests import ForgetfulRequest
+from serving.http.schemas import ChatRequest
+from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+
+RESPONSES = {
+    200: ResponseSpec(dict[str, Any], description="OpenAI's chat.completion; with stream, its chunks as events"),
+    400: WRONG,
+    404: UNKNOWN,
+    413: TOO_LARGE,
+    **REFUSALS,
+}
+
+
+@post(CHAT, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
+async def complete(data: ChatRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
+    """Answer a conversation in text, or in text and speech."""
+    model = server.answering_model(data.model)
+    request.state.model = model.id  # for the metrics, in case the request is refused
+    await request.take_json()
+    check(data)
+    return Chat(server, data, model, request.state.get("request_id"), warnings_of(data, model))
