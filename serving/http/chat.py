@@ -15,7 +15,16 @@ from litestar.types import Send
 from serving import protocol
 from serving.http.errors import cut, refusal
 from serving.http.references import LoadedVoice, check_duration, unpack
-from serving.http.schemas import AudioPart, ChatMessage, ChatRequest, Model, SpeechRequest, TextPart, Voice
+from serving.http.schemas import (
+    AudioPart,
+    ChatMessage,
+    ChatRequest,
+    Model,
+    ResponseFormat,
+    SpeechRequest,
+    TextPart,
+    Voice,
+)
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech, body
 from serving.http.voice_choice import VoiceChoice
@@ -57,12 +66,12 @@ def warnings_of(data: ChatRequest, model: Model) -> list[str]:
 
 def speech_request(data: ChatRequest) -> SpeechRequest:
     """Return the fields of a conversation that a speech request has, too."""
-    given = "pcm" if data.audio is None else data.audio.format
-    is_pcm = given in ("pcm", "pcm16")
+    audio = data.audio
+    given: ResponseFormat = "pcm" if audio is None or audio.format == "pcm16" else audio.format
     return SpeechRequest(
         input="",
-        response_format="pcm" if is_pcm else given,
-        sample_rate=PCM_HZ if is_pcm else None,
+        response_format=given,
+        sample_rate=PCM_HZ if given == "pcm" else None,
         stream=bool(data.stream),
         stream_format="sse" if data.stream else "audio",
         seed=data.seed,

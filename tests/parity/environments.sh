@@ -61,3 +61,8 @@ environment chatterbox chatterbox-tts==0.1.7 s3tokenizer==0.3.0 pyloudnorm==0.1.
     scikit-learn==1.9.1 threadpoolctl==3.8.0 narwhals==2.29.0 pillow==13.0.0 importlib_metadata==10.2.0 zipp==4.1.2 requests==2.34.2 \
     urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 rm -f "$(site .venv-parity-chatterbox)"/torchaudio/lib/*.so
+# Flow and vocoder are the files of CosyVoice, and the LM and Whisper's layers are transformers'.
+environment glm4_voice cosyvoice-minicpmo==0.1.0 transformers==5.23.0 torchaudio==2.11.0 diffusers==0.42.1 conformer==0.3.2 \
+    omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 importlib_metadata==10.2.0 zipp==4.1.2 pillow==13.0.0 requests==2.34.2 \
+    urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
+rm -f "$(site .venv-parity-glm4_voice)"/torchaudio/lib/*.so

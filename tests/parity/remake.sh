@@ -16,3 +16,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-csm/bin/python tests/parity/oracle_csm.py
 .venv-parity-zonos/bin/python tests/parity/oracle_zonos.py
 .venv-parity-chatterbox/bin/python tests/parity/oracle_chatterbox.py
+.venv-parity-glm4_voice/bin/python tests/parity/oracle_glm4_voice.py

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from zoo.contract import Spec
     from zoo.glm4_voice.config import Config
+    from zoo.glm4_voice.flow import Flow
+    from zoo.glm4_voice.listener import Listener
+    from zoo.glm4_voice.lm import Lm
     from zoo.glm4_voice.model import Glm4Voice
+    from zoo.nn.s3.held_pitch import Vocoder
 
 NAME = "glm4_voice"
 LICENCE = "GLM-4 model licence: free for research; registration for commercial use"
@@ -73,7 +76,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     return family.eval().requires_grad_(False)
 
 
-def build(config: Config) -> tuple[nn.Module, ...]:
+def build(config: Config) -> tuple[Lm, Flow, Vocoder, Listener]:
     """Return LM, flow, vocoder and speech tokenizer on the `meta` device: names and shapes, no memory."""
     import torch
 

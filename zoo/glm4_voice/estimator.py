@@ -132,10 +132,12 @@ class Estimator(nn.Module):
         shifts = torch.stack([stage.resnet.time(time) for stage in stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
 
-    def forward(self, x: Tensor, mask: Tensor, step: int) -> Tensor:
-        """Return the velocity [B, MELS, T] of x [B, 4 * MELS, T] in one step of the solver. mask [B, 1, T]: 1 for
-        frames that are there."""
-        first_down, second_down, *middle, first_up, second_up = self.shifts[step].unbind(0)
+    def forward(self, x: Tensor, mask: Tensor, shifts: Tensor) -> Tensor:
+        """Return the velocity [B, MELS, T] of x [B, 4 * MELS, T].
+
+        mask [B, 1, T]: 1 for frames that are there; shifts [stages, channels]: of one step of the solver.
+        """
+        first_down, second_down, *middle, first_up, second_up = shifts.unbind(0)
         half = mask[..., ::2]
         x = kept = self.downs[0](x * mask, mask, first_down)
         x = kept_half = self.downs[1](self.shrink(x) * half, half, second_down)

@@ -10,6 +10,9 @@ cosyvoice/transformer/encoder.py (BlockConformerEncoder).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,7 +75,8 @@ class Regulator(nn.Module):
             (at * scale[:, None]).floor().long(), (count[:, None] - 1).clamp(min=0)
         )  # [B, T]
         x = x.gather(1, code.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, MELS)).mT * mask
-        for conv, norm in zip(self.convs, self.norms, strict=True):
+        rounds: Iterator[Any] = zip(self.convs, self.norms, strict=True)
+        for conv, norm in rounds:
             x = F.mish(norm.masked(conv(x), mask)) * mask
         return self.out(x) * mask
 
@@ -113,8 +117,11 @@ class Flow(nn.Module):
         known = (prompt * (at < num_prompt[:, None])[..., None]).mT * mask
         speaker = self.speaker.bias[:, None].expand_as(mu) * mask  # the speaker's vector is zero
         given = torch.cat((mu, speaker, known), 1)
-        pairs = torch.cat((given, torch.zeros_like(given)))  # with the condition, and without it
-        return self._solve(self._start(num, at) * mask, pairs, mask.repeat(2, 1, 1)).mT
+        pairs = torch.stack((given, torch.zeros_like(given)))  # with the condition, and without it
+        x = self._start(num, at) * mask
+        for shifts, stride in zip(self.estimator.shifts, self.strides, strict=True):
+            x = self.advance(x, pairs, mask, shifts, stride)
+        return x.mT
 
     def _start(self, num: Tensor, at: Tensor) -> Tensor:
         """Return the noise [B, MELS, T] that the reference draws for num [B] frames: a matrix [MELS, num]."""
@@ -122,11 +129,13 @@ class Flow(nn.Module):
         index = row * num[:, None, None] + at  # [B, MELS, T]
         return self.noise[index.clamp(max=len(self.noise) - 1)].to(self.output.weight.dtype)
 
-    def _solve(self, x: Tensor, pairs: Tensor, mask: Tensor) -> Tensor:
-        """Solve from noise x [B, MELS, T] with pairs [2B, 3 MELS, T]."""
+    def advance(self, x: Tensor, pairs: Tensor, mask: Tensor, shifts: Tensor, stride: Tensor) -> Tensor:
+        """Take a step of the solver of size stride []: x [B, MELS, T] -> [B, MELS, T].
+
+        pairs [2, B, 3 MELS, T]: the condition, and zeros; mask [B, 1, T]; shifts [stages, channels]: the embeddings of
+        the step's time.
+        """
+        inputs = torch.cat((x.repeat(2, 1, 1), pairs.flatten(0, 1)), 1)
+        velocity, null = self.estimator(inputs, mask.repeat(2, 1, 1), shifts).unflatten(0, (2, -1)).unbind(0)
         guidance = self.config.guidance
-        for step in range(STEPS):
-            inputs = torch.cat((x.repeat(2, 1, 1), pairs), 1)
-            velocity, null = self.estimator(inputs, mask, step).chunk(2)
-            x = x + self.strides[step] * ((1 + guidance) * velocity - guidance * null)
-        return x
+        return x + stride * ((1 + guidance) * velocity - guidance * null)

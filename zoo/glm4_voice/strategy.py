@@ -7,5 +7,8 @@ from zoo.nn.s3.parts import BATCH, FP32, VOCODER
 MAX_FRAMES = 4096  # codes of an answer: more than five minutes
 GRID, LOOKAHEAD = 25, 5
 WINDOW = Window(sizes=(GRID, 2 * GRID), lookahead=LOOKAHEAD, grid=GRID)
-FLOW = Part("flow.forward", (("codes", BATCH), ("count", BATCH), ("prompt", BATCH), ("num_prompt", BATCH)))
-STRATEGY = Strategy(step=Whole(), gpu_render=Parts((FLOW, VOCODER)), cuts_renders=True, fp32=(*FP32, "flow"))
+# One step of the flow's solver, for any number of streams. Ten steps would be too large a graph.
+ADVANCE = Part("flow.advance", (("x", BATCH), ("pairs", ("", "batch")), ("mask", BATCH)))
+STRATEGY = Strategy(
+    step=Whole(), gpu_render=Parts((ADVANCE, VOCODER)), cuts_renders=True, fp32=(*FP32, "flow")
+)

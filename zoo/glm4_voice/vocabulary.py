@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from zoo.checkpoint.json_files import read_json
 from zoo.text.tiktoken import read_ranks, tokenizer
@@ -57,7 +58,7 @@ class Vocabulary:
 
 def _added(path: Path) -> dict[str, int]:
     """Return the added tokens, text -> id. Raises ValueError."""
-    listed = read_json(path).get("added_tokens_decoder")
+    listed: Any = read_json(path).get("added_tokens_decoder")
     try:
         return {entry["content"]: int(id) for id, entry in listed.items()}
     except (AttributeError, TypeError, KeyError, ValueError):

@@ -15,7 +15,9 @@ from serving.http.schemas import ChatRequest
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 
 RESPONSES = {
-    200: ResponseSpec(dict[str, Any], description="OpenAI's chat.completion; with stream, its chunks as events"),
+    200: ResponseSpec(
+        dict[str, Any], description="OpenAI's chat.completion; with stream, its chunks as events"
+    ),
     400: WRONG,
     404: UNKNOWN,
     413: TOO_LARGE,

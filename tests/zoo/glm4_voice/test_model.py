@@ -44,7 +44,11 @@ def test_rows_without_a_token_are_never_drawn():
     model = family(NAME)
     logits = model._logits(torch.ones(1, model.spec.width))
     known = model.first_code + model.config.flow.codes
-    assert known < logits.shape[1] and logits[0, known:].eq(-torch.inf).all() and logits[0, :known].isfinite().all()
+    assert (
+        known < logits.shape[1]
+        and logits[0, known:].eq(-torch.inf).all()
+        and logits[0, :known].isfinite().all()
+    )
 
 
 def test_a_window_that_has_only_held_samples():
@@ -88,6 +92,8 @@ def test_padded_rows_give_what_they_give_alone(monkeypatch):
         for place in ("zoo.glm4_voice.model", "zoo.nn.s3.hift", "zoo.nn.s3.stretch"):
             monkeypatch.setattr(f"{place}.may_follow_values", lambda _: False)
         padded, also_valid = rendered()
-    assert torch.equal(valid, also_valid) and valid[0] == MEL_SAMPLES * mel_frames(counts[0]) and valid[2] == 0
+    assert (
+        torch.equal(valid, also_valid) and valid[0] == MEL_SAMPLES * mel_frames(counts[0]) and valid[2] == 0
+    )
     for one, other, num in zip(samples, padded, valid.tolist(), strict=True):
         torch.testing.assert_close(other[:num], one[:num], rtol=0, atol=5e-5)
