@@ -170,7 +170,7 @@ class Job:
         return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
     def ending(self) -> Finished | Failed:
-        """Return the last event of a job that was not cut off. A model that answers may do so in text alone."""
+        """Return the last event of a job that was not cut off. An answer may be text alone."""
         is_written = self.text_tokens > 0 and self.model.family.spec.answers
         if self.num_frames == 0 and not is_written:
             return Failed(NO_AUDIO, code="no_audio")

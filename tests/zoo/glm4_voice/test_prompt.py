@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from models import family
@@ -95,3 +97,10 @@ def test_the_bound_on_steps_counts_text_and_codes(model):
     prompt = model.prompt(request)
     assert prompt.max_steps == 9 and prompt.expected_s == 0
     assert len(zoo.generate(model, request).frames) <= 9
+
+
+def test_a_written_turn_is_read_as_it_is(model):
+    """A text without a word, or with what is a pause in a text to speak, is a turn like any other."""
+    for text in ("?!", "Wait. [pause: 1s] Go on."):
+        first, *others = list(itertools.islice(model.passes(Request(text=text)), 2))
+        assert not others and first.is_final and f"\n{text}{ASSISTANT}" in read(model, first.prefix_keys)
