@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from models import family
 
 import zoo
@@ -104,3 +105,9 @@ def test_a_written_turn_is_read_as_it_is(model):
     for text in ("?!", "Wait. [pause: 1s] Go on."):
         first, *others = list(itertools.islice(model.passes(Request(text=text)), 2))
         assert not others and first.is_final and f"\n{text}{ASSISTANT}" in read(model, first.prefix_keys)
+
+
+def test_nothing_hears_the_padding_of_a_clip(model):
+    """1,281 samples are two tokens, of eight positions; the first five begin within the clip."""
+    sees = model.listener._mask(8, 1281, torch.device("cpu"))
+    assert sees[:, :5].all() and not sees[:, 5:].any()
