@@ -3,8 +3,8 @@
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.families DIR [--family qwen3_tts ...]
 
 DIR keeps a demo checkpoint of size `mid` for each family; missing ones are written. A family is compared with
-its reference if its environment (tests/parity/environments.sh) is in this directory. Each runs in a process of
-its own and prints a row as soon as it is done.
+its reference if its environment (tests/parity/environments.sh) is in this directory. Each runs in a process
+of its own and prints a row as soon as it is done.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/host.py DIR [--slots 1 2 4 8 16] [--steps 200]
 
-Times are CPU times of the engine's thread, so other processes do not count. The engine's clock is that time, too:
-on a busy machine's clock, listeners would be at risk, and get more and smaller windows. A step includes
-scheduling, page tables, launching, reading reports and delivering audio. The state is steady: no request starts or
-ends.
+Times are CPU times of the engine's thread, so other processes do not count. The engine's clock is that time,
+too: on a busy machine's clock, listeners would be at risk, and get more and smaller windows. A step includes
+scheduling, page tables, launching, reading reports and delivering audio. The state is steady: no request
+starts or ends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def without_end(family: Family[Any]) -> Family[Any]:
 
 
 def host_ms(family: Family[Any], slots: int, policy: str, steps: int) -> tuple[float, float]:
-    """Return the milliseconds of host work per step with `slots` running requests, and the renders per step."""
+    """Return the milliseconds of host work per step with `slots` running requests, and the renders per
+    step."""
     engine = Engine(family, max_slots=slots, policy=policy, compile=False, clock=time.thread_time)
     [model] = engine.models.values()
     launches = Launches(model.runner)

@@ -1,8 +1,9 @@
 """What launches cost on three devices, for the simulator: two CPUs with two cores each, and an H200.
 
 The CPU figures are a Qwen3-TTS of size mid, about as the log has its launches; those of the H200 are the 1.7B
-model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). CONTEXT: the CPU with a renderer that reads
-three frames more than it returns, such as that of Orpheus. COSY: a CosyVoice 2, whose windows lie on a grid.
+model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). CONTEXT: the CPU with a renderer
+that reads three frames more than it returns, such as that of Orpheus. COSY: a CosyVoice 2, whose windows lie
+on a grid.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ COSY_H200_RENDER_MS = {
 
 
 def render_s(table_ms: dict[int, dict[int, float]], rows: int, frames: int) -> float:
-    """Return the seconds of a render, which takes several launches where it has more rows than were measured."""
+    """Return the seconds of a render, which takes several launches where it has more rows than were
+    measured."""
     measured_ms = table_ms[frames]
     max_rows = max(measured_ms)
     total_ms = 0.0

@@ -87,7 +87,8 @@ class Prediction:
         return STREAMS * self.counts.frame_s / self.frame_ms() * 1e3
 
     def floor_ms(self, slots: int) -> float:
-        """Return the time of the bytes that a step of 1 or STREAMS must move, at the card's full bandwidth."""
+        """Return the time of the bytes that a step of 1 or STREAMS must move, at the card's full
+        bandwidth."""
         num_bytes = self.least_bytes() if slots == STREAMS else self.counts.at("step", slots).num_bytes()
         return num_bytes / (self.card.gb_per_s * 1e6)
 

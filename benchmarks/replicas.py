@@ -2,10 +2,10 @@
 
     python -m benchmarks.replicas [--replicas 1 2 4 8] [--rates 70 100 130] [--routing random least soonest] [--json]
 
-Requests arrive at random, so many a second for each replica. Their voices follow Zipf's law; a third of the voices are
-recordings, which a replica encodes at first use. `random` and `least` (the fewest open requests) are what a load
-balancer without knowledge does; `soonest` is the server's own routing, with reports that are up to a second old.
-A request that a replica refuses goes to the next one, in all three.
+Requests arrive at random, so many a second for each replica. Their voices follow Zipf's law; a third of the
+voices are recordings, which a replica encodes at first use. `random` and `least` (the fewest open requests)
+are what a load balancer without knowledge does; `soonest` is the server's own routing, with reports that are
+up to a second old. A request that a replica refuses goes to the next one, in all three.
 
 Goodput counts requests that were heard within half a second, without a gap of more than 50 ms.
 """

@@ -35,8 +35,8 @@ COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160)
 @dataclass(frozen=True)
 class Device:
     """A machine, the model that it serves, and the loads that it is asked for. rates: requests a second, for
-    so many seconds, of so many frames on the average. slowed: factor on the launches of the load's middle third,
-    which the server does not foresee: another program computes."""
+    so many seconds, of so many frames on the average. slowed: factor on the launches of the load's middle
+    third, which the server does not foresee: another program computes."""
 
     cost: Cost
     rates: tuple[float, ...]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.split_codec
 
-A device that takes the steps of all streams, and renders what they make, needs s + r seconds for it. With a second
-device for the renders, the slower part decides: the gain is (s + r) / max(s, r), never more than 2. Copies between
-the devices are not counted. Two replicas gain 2.
+A device that takes the steps of all streams, and renders what they make, needs s + r seconds for it. With a
+second device for the renders, the slower part decides: the gain is (s + r) / max(s, r), never more than 2.
+Copies between the devices are not counted. Two replicas gain 2.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def measured(figures: dict[str, Any], name: str) -> dict[tuple[int, ...], float]
 
 
 def parts(figures: dict[str, Any]) -> tuple[int, float, float]:
-    """Return the most streams that were measured, and the milliseconds of steps and of renders for a frame of each.
-    Renders are of the window that costs least per frame."""
+    """Return the most streams that were measured, and the milliseconds of steps and of renders for a frame of
+    each. Renders are of the window that costs least per frame."""
     steps = measured(figures, "step")
     streams = max(steps)[0]
     each_ms = min(took / (rows * frames) for (rows, frames, *_), took in measured(figures, "render").items())

@@ -198,7 +198,8 @@ def damage(place: Path) -> str | None:
 
 
 def listed_files(place: Path) -> dict[str, str]:
-    """Return the hashes in an entry's manifest, by file name. Raises OSError, ValueError, KeyError, TypeError."""
+    """Return the hashes in an entry's manifest, by file name. Raises OSError, ValueError, KeyError,
+    TypeError."""
     return dict(json.loads((place / MANIFEST).read_text())["files"])
 
 

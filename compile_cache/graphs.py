@@ -14,8 +14,8 @@ Launch = Callable[[], tuple[Tensor, ...]]
 class Graphs:
     """Recorded launches by key, with the tensors that hold their results.
 
-    pool: the memory pool that they share, with all other graphs of their stream. Record the largest first, and
-    record and replay in order on that stream.
+    pool: the memory pool that they share, with all other graphs of their stream. Record the largest first,
+    and record and replay in order on that stream.
     """
 
     def __init__(self, device: torch.device, pool: Any = None):
@@ -32,8 +32,8 @@ class Graphs:
             return
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Matrix products keep a workspace for each stream that they are recorded on. On torch's default capture
-        # stream, launches that run at the same time would share one.
+        # Matrix products keep a workspace for each stream that they are recorded on. On torch's default
+        # capture stream, launches that run at the same time would share one.
         stream = torch.cuda.current_stream(self.device)
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             results = launch()

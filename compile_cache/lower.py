@@ -38,8 +38,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Inductor's own cache does not know the vector width that its C++ was generated for. Code for AVX2 that a
     # process with AVX-512 takes from it writes past the end of its buffers.
     torch.compiler.config.cache_key_tag = artifacts.target()
-    # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic once
-    # it sees a second value, such as that of another window.
+    # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic
+    # once it sees a second value, such as that of another window.
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
@@ -112,11 +112,10 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
     """Make the graph that is compiled with these tensors hold for every size of `dim`.
 
-    Equal names mean equal sizes.
-    On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the others share a graph that was
-    laid out for the first size. Fully unknown sizes would prevent kernel fusion there (Higgs Audio V3: 65
-    generated kernels per step instead of 30). With two lanes, a step of one slot has two positions; that size is
-    a constant of the graph for one slot, so the mark must not insist on it.
+    Equal names mean equal sizes. On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the
+    others share a graph that was laid out for the first size. Fully unknown sizes would prevent kernel fusion
+    there (Higgs Audio V3: 65 generated kernels per step instead of 30). With two lanes, a step of one slot
+    has two positions; that size is a constant of the graph for one slot, so the mark must not insist on it.
     """
     for tensor in tensors:
         if tensor.device.type == "cpu":

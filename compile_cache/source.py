@@ -6,8 +6,8 @@ import ast
 
 
 def meaning(source: bytes) -> bytes:
-    """Return a Python file's syntax tree without docstrings. It has no comments and no line breaks either. Another
-    release of Python may write the same tree in another way."""
+    """Return a Python file's syntax tree without docstrings. It has no comments and no line breaks either.
+    Another release of Python may write the same tree in another way."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if (

@@ -1,9 +1,10 @@
-"""Generate the pages in docs/generated: families, commands, routes, metrics, and Markdown from elsewhere in the repository.
+"""Generate the pages in docs/generated: families, commands, routes, metrics, and Markdown from elsewhere in
+the repository.
 
     python -m docs.pages
 
-The pages in docs/ are written by hand. Their links are right on GitHub, and `relinked` makes them right on the site. A
-new family gets its page without a change here.
+The pages in docs/ are written by hand. Their links are right on GitHub, and `relinked` makes them right on
+the site. A new family gets its page without a change here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     zoo serve
     python examples/audiobook.py book.md book.m4b --voice slt
 
-A chapter begins with a heading. Each chapter is written to a separate file next to the book, so an interrupted run continues
-with the next chapter. At the end the files are joined. The server cuts long text at sentences and keeps one voice.
+A chapter begins with a heading. Each chapter is written to a separate file next to the book, so an
+interrupted run continues with the next chapter. At the end the files are joined. The server cuts long text at
+sentences and keeps one voice.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def spoken(body: str) -> str:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield pieces that fit into a request, cut between paragraphs or sentences. Joined, they are the text."""
+    """Yield pieces that fit into a request, cut between paragraphs or sentences. Joined, they are the
+    text."""
     piece = ""
     for part in parts(text):
         if piece and len(piece) + len(part) > PIECE_CHARS:

@@ -2,8 +2,8 @@
 
     python examples/batch.py lines.txt spoken --voice slt
 
-A full server answers 503 with Retry-After, and this client waits that long. On a machine without listeners, `zoo batch` is
-faster.
+A full server answers 503 with Retry-After, and this client waits that long. On a machine without listeners,
+`zoo batch` is faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Shared code of the examples: split a stream of text into sentences, and have a server speak them in order."""
+"""Shared code of the examples: split a stream of text into sentences, and have a server speak them in
+order."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ async def speak(
 ) -> None:
     """Speak every line, in one stream of 16-bit PCM, and call `began` when a line begins to play.
 
-    The next lines are generated while one plays. If this is cancelled, their requests are cancelled too, and the server
-    frees their slots immediately."""
+    The next lines are generated while one plays. If this is cancelled, their requests are cancelled too, and
+    the server frees their slots immediately."""
     speeches: asyncio.Queue[tuple[str, asyncio.Queue[bytes]] | None] = asyncio.Queue(AHEAD)
 
     async def ask(line: str, chunks: asyncio.Queue[bytes]) -> None:

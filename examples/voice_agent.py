@@ -3,9 +3,9 @@
     python examples/voice_agent.py --voice slt                       type; a new line interrupts the answer
     python examples/voice_agent.py --voice slt --stt http://127.0.0.1:9000/v1     a line may be the path of a recording
 
-It uses three services, each behind OpenAI's API: speech to text (--stt), chat (--chat), and this project's server for speech. An
-interrupted answer is cancelled in all of them, so its slots are freed immediately. The agent remembers only the part of the answer
-that was spoken.
+It uses three services, each behind OpenAI's API: speech to text (--stt), chat (--chat), and this project's
+server for speech. An interrupted answer is cancelled in all of them, so its slots are freed immediately. The
+agent remembers only the part of the answer that was spoken.
 """
 
 from __future__ import annotations

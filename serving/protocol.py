@@ -45,8 +45,8 @@ class AudioClip(msgspec.Struct, weakref=True, tag="clip"):
 
 
 class StoredClip(msgspec.Struct, tag="stored"):
-    """The recording of an uploaded voice. The engine reads it from the voice's directory, and only if it has no
-    encoding of it there or in memory."""
+    """The recording of an uploaded voice. The engine reads it from the voice's directory, and only if it has
+    no encoding of it there or in memory."""
 
     name: bytes  # zoo.request.recording_name
     num_samples: int
@@ -222,7 +222,8 @@ class ModelStats(msgspec.Struct):
     not_finite: int = 0  # counter: requests that failed because of NaN or infinity
     audio_s: float = 0.0  # counter: seconds of audio delivered
     first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
-    # Predicted time to first audio of a request that finds 0, places - 1 and 2 * places - 1 others. Empty: not known.
+    # Predicted time to first audio of a request that finds 0, places - 1 and 2 * places - 1 others. Empty:
+    # not known.
     expected_first_audio_s: list[float] = []
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
 

@@ -95,7 +95,8 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many engines there are. More than one, and any in a cluster, run on Ray."""
 
-    # The least and the most; (1, 0): up to as many as there are GPUs, (0, 0): those that another server starts.
+    # The least and the most; (1, 0): up to as many as there are GPUs, (0, 0): those that another server
+    # starts.
     counts: tuple[int, int] = (1, 1)
     address: str | None = None  # of a Ray cluster that runs; None: one is started on this machine
 

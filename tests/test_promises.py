@@ -379,16 +379,16 @@ def test_a_deterministic_engine_gives_equal_requests_equal_bits(name, report_lag
 
 
 def everything(name: str) -> Strategy:
-    """Return a strategy that compiles every verb. A render that no device compiles as a whole is compiled in its
-    parts: one graph of it would repeat every step of a flow's solver, and tracing it would take most of this file's
-    time."""
+    """Return a strategy that compiles every verb. A render that no device compiles as a whole is compiled in
+    its parts: one graph of it would repeat every step of a flow's solver, and tracing it would take most of
+    this file's time."""
     render = family(name).strategy.gpu_render
     return Strategy(Whole(), Whole(), render if isinstance(render, Parts) else Whole())
 
 
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
-    """Check that one graph per verb and window shape, or per part of a verb and length, serves every batch. A verb's
-    graph is built for two rows of the spare slot."""
+    """Check that one graph per verb and window shape, or per part of a verb and length, serves every batch. A
+    verb's graph is built for two rows of the spare slot."""
     monkeypatch.setattr(family(name), "strategy", strategy)
     window = family(name).spec.window
     if window.lengths:  # one size with its lengths is as good as all of them and takes a third of the time

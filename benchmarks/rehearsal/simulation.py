@@ -46,8 +46,8 @@ class Load:
 
 @dataclass
 class Heard:
-    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio. given_s [R]: audio that
-    a listener has; gap_s [R]: the longest wait for more, if it plays from the first sample on."""
+    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio. given_s [R]:
+    audio that a listener has; gap_s [R]: the longest wait for more, if it plays from the first sample on."""
 
     load: Load
     begun_s: np.ndarray = field(init=False)

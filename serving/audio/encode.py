@@ -23,7 +23,8 @@ import soxr
 from serving.audio.pcm import pcm16, wav_header
 from serving.audio.speed import Stretch, stretched
 
-# The default. Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC there.
+# The default. Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC
+# there.
 MAX_BIT_RATE = 96_000
 FULL_SCALE = 32767
 

@@ -128,8 +128,8 @@ class Model:
         )
 
     def names(self, served: Iterable[str], repositories: Mapping[str, str] = {}) -> settings.Aliases:
-        """Return the aliases of the served models and of voices. repositories: the model of each repository of
-        the Hub. Raises ValueError."""
+        """Return the aliases of the served models and of voices. repositories: the model of each repository
+        of the Hub. Raises ValueError."""
         voices = aliases_of("--alias-voice", "NAME=VOICE", self.voice_aliases)
         models = {**repositories, **model_aliases(self.aliases, served)}
         return settings.Aliases(models, voices, self.strict)
@@ -459,7 +459,8 @@ class Logs:
 
 
 def bounds_of(text: str) -> tuple[int, int]:
-    """Return the least and the most replicas; 0 as the most for as many as there are GPUs. Raises ValueError."""
+    """Return the least and the most replicas; 0 as the most for as many as there are GPUs. Raises
+    ValueError."""
     if text == "auto":
         return 1, 0
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text, re.ASCII)

@@ -91,8 +91,8 @@ def inspect(
 def memory(
     model: str, slots: int, dtype: str | None, device: str | None, device_map: str | None
 ) -> dict[str, int | str]:
-    """Return the memory plan, with what a device map puts elsewhere; or why there is none if a file of weights or
-    the map is missing or wrong. dtype None: the one that `zoo serve` takes on the device."""
+    """Return the memory plan, with what a device map puts elsewhere; or why there is none if a file of
+    weights or the map is missing or wrong. dtype None: the one that `zoo serve` takes on the device."""
     import torch
 
     import zoo

@@ -5,9 +5,10 @@
   client ── HTTP process ── gateway ──┬── replica: relay ── engine process
                             router    └── replica: relay ── engine process
 
-The gateway takes the engine's place: it listens on the engine's Unix socket and speaks its protocol, so neither the
-supervisor nor the HTTP process knows of replicas. Ray Serve places, checks, restarts, scales and drains the replicas,
-and calls our router. Audio does not pass through Ray: the gateway has a connection to each replica.
+The gateway takes the engine's place: it listens on the engine's Unix socket and speaks its protocol, so
+neither the supervisor nor the HTTP process knows of replicas. Ray Serve places, checks, restarts, scales and
+drains the replicas, and calls our router. Audio does not pass through Ray: the gateway has a connection to
+each replica.
 
     routing     which replica speaks soonest; pure arithmetic
     link        the gateway's connection to a replica

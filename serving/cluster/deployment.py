@@ -22,8 +22,8 @@ from serving.cluster.replica import Replica
 from serving.settings import Settings
 
 APPLICATION = DEPLOYMENT = "zoo"
-# Of a replica: the engine's own admission refuses earlier. Serve counts a place for each open request, and waits for
-# them when a replica is to end.
+# Of a replica: the engine's own admission refuses earlier. Serve counts a place for each open request, and
+# waits for them when a replica is to end.
 MAX_OPEN = 10_000
 DRAIN_S = 300.0  # for the open answers of a replica that is to end
 LOOK_S = 1.0  # how often a gateway looks for replicas that another server starts
@@ -98,8 +98,8 @@ def passed_on() -> dict[str, str]:
 
 
 def join(address: str | None) -> None:
-    """Connect to a cluster and start Ray Serve there, without its HTTP proxies. None: start one on this machine,
-    which ends with this process. Raises ConnectionError."""
+    """Connect to a cluster and start Ray Serve there, without its HTTP proxies. None: start one on this
+    machine, which ends with this process. Raises ConnectionError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody that it runs
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # On one machine nothing listens on the network.

@@ -1,5 +1,5 @@
-"""Sends requests to replicas. One that a replica refuses, or that is lost before its client has heard anything, goes
-to another replica with the same seed, and the client does not notice."""
+"""Sends requests to replicas. One that a replica refuses, or that is lost before its client has heard
+anything, goes to another replica with the same seed, and the client does not notice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from serving.cluster.link import Address, Link
 from serving.cluster.routing import Ask, Homes, ask_of, ranked
 from serving.engine_client import Away
 
-# Of Ray Serve: the name of the replica that the router chose, which keeps a place for as long as the context is open.
+# Of Ray Serve: the name of the replica that the router chose, which keeps a place for as long as the context
+# is open.
 Choose = Callable[[Ask], AbstractAsyncContextManager[str]]
 
 CHOOSE_S = 5.0
@@ -50,8 +51,8 @@ class Underway:
             self.link.feed(more.id, more.text, more.is_last)
 
     def pass_on(self, outcome: protocol.Outcome) -> None:
-        """Send an outcome to the client. Audio without sound is only acknowledged: with nothing sent, the request
-        can still go to another replica."""
+        """Send an outcome to the client. Audio without sound is only acknowledged: with nothing sent, the
+        request can still go to another replica."""
         if isinstance(outcome, protocol.Audio) and not outcome.pcm and not self.is_heard:
             assert self.link is not None, f"{outcome.id} has audio and no replica"
             return self.link.heard(outcome.id, outcome.frames)
@@ -82,8 +83,8 @@ class Dispatcher:
         self.num_resent = 0
 
     def route(self, ask: Ask) -> list[str]:
-        """Return the replicas that a request may go to, the soonest first. Until it is sent, it counts as an open
-        request of the first one: others are routed in the meantime. May be called from any thread."""
+        """Return the replicas that a request may go to, the soonest first. Until it is sent, it counts as an
+        open request of the first one: others are routed in the meantime. May be called from any thread."""
         names = self.rank(ask)
         if names:
             self.promised[ask.id] = names[0]
@@ -169,7 +170,8 @@ class Dispatcher:
         return earliest(refusals) or nobody(request.message.id)
 
     async def _try(self, request: Underway, ask: Ask, avoided: set[str]) -> protocol.Outcome | None:
-        """Let a replica answer. Return its refusal if another one should try, and add its name to `avoided`."""
+        """Let a replica answer. Return its refusal if another one should try, and add its name to
+        `avoided`."""
         async with AsyncExitStack() as place:
             try:
                 async with asyncio.timeout(CHOOSE_S):

@@ -71,8 +71,8 @@ class Gateway:
     # the replicas' state
 
     def _state(self) -> tuple[protocol.Message, ...]:
-        """Return the models and the status. The status comes last, so a client that hears of a ready engine has
-        its models already. In an update the old replicas are ready until the new ones are connected."""
+        """Return the models and the status. The status comes last, so a client that hears of a ready engine
+        has its models already. In an update the old replicas are ready until the new ones are connected."""
         ready = [link for link in self.dispatcher.links.values() if link.status.state == "ready"]
         if ready:
             return protocol.Models(ready[0].models), protocol.Status("ready", 1.0)

@@ -2,8 +2,8 @@
 
     python -m serving.cluster.gateway_process '{"settings": {...}, "socket": PATH, ...}'
 
-The supervisor starts it with `EngineArguments` as JSON. Exit status 2: the replicas cannot be started as asked; one
-line on stderr says why, and starting again would not help.
+The supervisor starts it with `EngineArguments` as JSON. Exit status 2: the replicas cannot be started as
+asked; one line on stderr says why, and starting again would not help.
 """
 
 from __future__ import annotations

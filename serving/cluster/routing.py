@@ -3,12 +3,12 @@
     first audio of a request = what the engine predicts for as many open requests as the replica has now
                              + what the replica must do again because it does not know the voice
 
-A conversation goes to the replica that remembers it. One that is new to this gateway goes to the replica that its
-name picks, so that all gateways agree.
+A conversation goes to the replica that remembers it. One that is new to this gateway goes to the replica that
+its name picks, so that all gateways agree.
 
-The prediction follows from the costs that the engine's admission has learned. It is a function of the number of open
-requests, which the gateway counts itself, because a report is up to a second old: a prediction for the requests of
-that time would send all requests of a second to one replica.
+The prediction follows from the costs that the engine's admission has learned. It is a function of the number
+of open requests, which the gateway counts itself, because a report is up to a second old: a prediction for
+the requests of that time would send all requests of a second to one replica.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Ask:
 
 @dataclass
 class Load:
-    """A replica as the gateway sees it. models: the engine's latest report. num_open: requests of this gateway that
-    it works on. num_others: those of other gateways, at the time of the report."""
+    """A replica as the gateway sees it. models: the engine's latest report. num_open: requests of this
+    gateway that it works on. num_others: those of other gateways, at the time of the report."""
 
     is_ready: bool = False
     models: dict[str, ModelStats] = field(default_factory=dict)
@@ -87,7 +87,8 @@ class Homes:
         return replace(ask, home=self._homes.get(ask.conversation, ""))
 
     def learn(self, conversation: str, name: str) -> None:
-        """Note where a conversation goes on. The oldest ones are forgotten, as replicas forget them sooner."""
+        """Note where a conversation goes on. The oldest ones are forgotten, as replicas forget them
+        sooner."""
         if conversation:
             self._homes[conversation] = name
             self._homes.move_to_end(conversation)
@@ -110,8 +111,8 @@ def predicted_s(model: ModelStats | None, num: int) -> float:
 
 
 def ranked(ask: Ask, loads: Iterable[tuple[str, Load]]) -> list[str]:
-    """Return the names of the ready replicas that the request may go to, the soonest first. Between equals, the
-    one with the fewest requests. A conversation goes on where it is remembered, and nowhere else."""
+    """Return the names of the ready replicas that the request may go to, the soonest first. Between equals,
+    the one with the fewest requests. A conversation goes on where it is remembered, and nowhere else."""
     ready = {name: load for name, load in loads if load.is_ready}
     possible = [
         name for name in ready if name not in ask.avoided and (ask.home not in ready or name == ask.home)

@@ -1,5 +1,5 @@
-"""What the gateway knows, for the router that Ray Serve makes in its process. Serve copies the router's module, so the
-table is in one of its own, of which a process has only one."""
+"""What the gateway knows, for the router that Ray Serve makes in its process. Serve copies the router's
+module, so the table is in one of its own, of which a process has only one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from serving.cluster.routing import Ask
 
 
 class Table:
-    """route: returns the replicas that a request may go to, the soonest first. update: is told all replicas that
-    take new requests."""
+    """route: returns the replicas that a request may go to, the soonest first. update: is told all replicas
+    that take new requests."""
 
     route: Callable[[Ask], list[str]]
     update: Callable[[Mapping[str, Address]], None]

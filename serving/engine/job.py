@@ -73,10 +73,10 @@ class QueuedRequest:
 
 @dataclass
 class HeldPages:
-    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past: what
-    a paused job's pages held. num_past: pages of the past that a paused job had, or that are shared. committed:
-    pages that its pass can ever need. num_skips: smaller requests that were admitted while it lacked pages;
-    too_few: the free pages that were not enough for it."""
+    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past:
+    what a paused job's pages held. num_past: pages of the past that a paused job had, or that are shared.
+    committed: pages that its pass can ever need. num_skips: smaller requests that were admitted while it
+    lacked pages; too_few: the free pages that were not enough for it."""
 
     lanes: list[list[int]] = field(default_factory=list)
     past: list[int] = field(default_factory=list)

@@ -30,8 +30,8 @@ def load(
     progress: Callable[[float, str], None],
     devices: Mapping[str, str] | None = None,
 ) -> dict[str, Family]:
-    """Load all models or none. devices: see `placement`. Raises ValueError, which names the directory to blame if
-    there are several."""
+    """Load all models or none. devices: see `placement`. Raises ValueError, which names the directory to
+    blame if there are several."""
 
     @contextmanager
     def of(name: str) -> Iterator[None]:
@@ -70,7 +70,8 @@ def sizes(options: Options) -> tuple[int, int | None]:
 
 
 def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:
-    """Return which layers lie on which other device, and log it; {} without --device-map. Raises ValueError."""
+    """Return which layers lie on which other device, and log it; {} without --device-map. Raises
+    ValueError."""
     if options.device_map is None:
         return {}
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -150,8 +150,8 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Let glibc map each recording and file on its own. By default it raises its threshold with the first ones
-    that are freed, keeps the next in its heap, and gives little of that back."""
+    """Let glibc map each recording and file on its own. By default it raises its threshold with the first
+    ones that are freed, keeps the next in its heap, and gives little of that back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)

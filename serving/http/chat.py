@@ -1,5 +1,5 @@
-"""The answer to a conversation, in the form of OpenAI's chat completions: one object, or chunks as server-sent
-events. Text is the transcript of the audio, or the content if no audio was asked for."""
+"""The answer to a conversation, in the form of OpenAI's chat completions: one object, or chunks as
+server-sent events. Text is the transcript of the audio, or the content if no audio was asked for."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ streams.
 
     HTTP process ── file ──> decoder process (decode_worker.py) ── samples ──> HTTP process
 
-The processes are started once and stay warm. A process is killed and replaced if its file takes too much memory or
-time, or if the client disconnects.
+The processes are started once and stay warm. A process is killed and replaced if its file takes too much
+memory or time, or if the client disconnects.
 """
 
 from __future__ import annotations

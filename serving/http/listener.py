@@ -207,8 +207,8 @@ class Socket(WebSocketsSansIOProtocol):
             self.sending.cancel()
 
     async def send(self, message: Any) -> None:
-        """Raise ClientDisconnected also if the connection is closing before the handshake is complete. uvicorn
-        would let the session run, and log an error when it ends."""
+        """Raise ClientDisconnected also if the connection is closing before the handshake is complete.
+        uvicorn would let the session run, and log an error when it ends."""
         if self.transport.is_closing() and not self.handshake_complete:
             raise ClientDisconnected
         await super().send(message)
@@ -327,8 +327,8 @@ class Guard:
 
 
 def is_unexpected(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's error about a stream that was cut off. The server does that on purpose when a
-    stream fails, and `Speech.fail` has logged why."""
+    """Return False for uvicorn's error about a stream that was cut off. The server does that on purpose when
+    a stream fails, and `Speech.fail` has logged why."""
     return record.msg != CUT_OFF
 
 

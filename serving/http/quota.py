@@ -1,5 +1,5 @@
-"""Limits on the resources that clients hold in the HTTP process: bodies being read, recordings being decoded, open
-sessions, and bytes of memory. Nothing waits: over the limit, the client gets 503 immediately."""
+"""Limits on the resources that clients hold in the HTTP process: bodies being read, recordings being decoded,
+open sessions, and bytes of memory. Nothing waits: over the limit, the client gets 503 immediately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Quota:
         self._returned: deque[tuple[str, int]] = deque()
 
     def take(self, num: int = 1) -> Share:
-        """Take units for the client of the current request. Raises the refusal (503) if there are not enough."""
+        """Take units for the client of the current request. Raises the refusal (503) if there are not
+        enough."""
         share = Share(self, client_address.get())
         share.resize(num)
         return share
@@ -43,7 +44,8 @@ class Quota:
         return self._held.total()
 
     def change(self, address: str, num: int) -> None:
-        """Add units to those of an address. A negative number may come from any thread. Raises the refusal."""
+        """Add units to those of an address. A negative number may come from any thread. Raises the
+        refusal."""
         if num < 0:
             self._returned.append((address, num))
             return

@@ -1,5 +1,5 @@
-"""Decoded recordings in the HTTP process. Each is held once, however many requests and sessions use it, and the
-memory quota counts it for as long as it exists."""
+"""Decoded recordings in the HTTP process. Each is held once, however many requests and sessions use it, and
+the memory quota counts it for as long as it exists."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from serving.protocol import AudioClip
 
 
 class Recordings:
-    """Decodes files and holds their samples. memory: a quota in bytes. places: a quota of recordings being read."""
+    """Decodes files and holds their samples. memory: a quota in bytes. places: a quota of recordings being
+    read."""
 
     def __init__(self, memory: Quota, places: Quota, decoders: Decoders):
         self.memory, self.places, self.decoders = memory, places, decoders
         self._clips: weakref.WeakValueDictionary[bytes, AudioClip] = weakref.WeakValueDictionary()
 
     async def decode(self, read: Callable[[], bytes], max_s: float) -> AudioClip:
-        """Return the samples of the file that `read` returns; it runs in another thread. Raises ValueError, and
-        the refusal."""
+        """Return the samples of the file that `read` returns; it runs in another thread. Raises ValueError,
+        and the refusal."""
         with self.places.take(), self.memory.take(max_clip_bytes(max_s)) as share:
             data, key = await read_beside(lambda: with_digest(read()))
             held = self._clips.get(key)
@@ -33,7 +34,8 @@ class Recordings:
             return self._hold(key, clip, share)
 
     def hold(self, clip: AudioClip, key: bytes) -> AudioClip:
-        """Count a clip, or return the equal one that is held already. key: its `digest`. Raises the refusal."""
+        """Count a clip, or return the equal one that is held already. key: its `digest`. Raises the
+        refusal."""
         held = self._clips.get(key)
         if held is not None:
             return held

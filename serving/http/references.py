@@ -36,9 +36,9 @@ UNICAST = ipaddress.ip_network("2000::/3")
 class LoadedVoice:
     """A voice as the engine takes it.
 
-    name: a voice of the model or a mix, which the engine looks up. references: its recordings; those of a mix have
-    names. is_sound_only: whether the model uses the sound of the recording and not its words, unless the request
-    says otherwise.
+    name: a voice of the model or a mix, which the engine looks up. references: its recordings; those of a mix
+    have names. is_sound_only: whether the model uses the sound of the recording and not its words, unless the
+    request says otherwise.
     """
 
     name: str | None
@@ -47,8 +47,8 @@ class LoadedVoice:
 
 
 class References:
-    """Finds the recordings of voices. It holds processes and an HTTP client, so call `close` at the end. memory:
-    the quota in bytes."""
+    """Finds the recordings of voices. It holds processes and an HTTP client, so call `close` at the end.
+    memory: the quota in bytes."""
 
     def __init__(self, chooser: VoiceChooser, limits: Limits, memory: Quota):
         self.chooser = chooser

@@ -64,7 +64,8 @@ class Sentences:
 
 
 class MarkdownSentences(Sentences):
-    """Splits a Markdown text, and returns the words of its sentences. A sentence without words is left out."""
+    """Splits a Markdown text, and returns the words of its sentences. A sentence without words is left
+    out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class MarkdownSentences(Sentences):
 
 
 class PassEnd:
-    """Finds the first sentence end after `piece_s` seconds of speech, in a text that arrives in portions. None: no
-    end. The result depends on the text alone."""
+    """Finds the first sentence end after `piece_s` seconds of speech, in a text that arrives in portions.
+    None: no end. The result depends on the text alone."""
 
     def __init__(self, piece_s: float | None):
         self._left_s = math.inf if piece_s is None else piece_s

@@ -154,8 +154,8 @@ class Session:
         return await self.receive() if message is None else message
 
     async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, and cancel it if the client disconnects. One other message may arrive in
-        the meantime; it is handled afterwards. Raises Left, and the errors of `work`."""
+        """Return the result of `work`, and cancel it if the client disconnects. One other message may arrive
+        in the meantime; it is handled afterwards. Raises Left, and the errors of `work`."""
         working, arriving = asyncio.create_task(work), asyncio.create_task(self._receive())
         try:
             await asyncio.wait((working, arriving), return_when=asyncio.FIRST_COMPLETED)

@@ -172,8 +172,8 @@ class Utterance:
         self.came.set()
 
     async def more(self) -> Part | None:
-        """Wait for text, and return what is new up to the next pause, or that pause; None at the end. Raises the
-        refusal, Idle."""
+        """Wait for text, and return what is new up to the next pause, or that pause; None at the end. Raises
+        the refusal, Idle."""
         while not (part := self._next_part()).text:
             if self.ended_s is not None:
                 return None
@@ -268,7 +268,8 @@ class Utterance:
             raise refusal(400, "the utterance has no text", "text")
 
     async def _first(self) -> str | None:
-        """Wait for text that is not blank, and make the pauses before it; None if the utterance ends without any."""
+        """Wait for text that is not blank, and make the pauses before it; None if the utterance ends without
+        any."""
         first = ""
         while not first.strip():
             part = await self.more()
@@ -281,8 +282,8 @@ class Utterance:
         return first
 
     def _of_pass(self, ending: PassEnd, text: str) -> tuple[str, bool]:
-        """Return what of a new text belongs to the pass, and whether the pass ends with it. The rest stays for the
-        next one."""
+        """Return what of a new text belongs to the pass, and whether the pass ends with it. The rest stays
+        for the next one."""
         end = ending.find(text)
         if end is None:
             return text, False
@@ -290,7 +291,8 @@ class Utterance:
         return text[:end], True
 
     async def _feed(self, segment: Segment, ending: PassEnd, is_whole: bool) -> None:
-        """Feed text to a request until the text or the pass ends, or a pause comes. Raises the refusal, Idle."""
+        """Feed text to a request until the text or the pass ends, or a pause comes. Raises the refusal,
+        Idle."""
         await segment.asked.wait()
         engine = self.server.engine
         while not is_whole and (new := await self.more()) is not None:

@@ -10,8 +10,8 @@
                                    not strict; recordings take precedence over it
     nothing, "" or "default"       the alias "default" if there is one, otherwise the model chooses
 
-Real names take precedence over aliases, and aliases over OpenAI's names. `References` finds the recordings of a
-choice.
+Real names take precedence over aliases, and aliases over OpenAI's names. `References` finds the recordings of
+a choice.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ OPENAI_VOICES = frozenset(
 class VoiceChoice:
     """The voice of a request, after every name was resolved and checked.
 
-    name: a voice of the model, an uploaded voice or a mix; None if the request has recordings, or if the model
-    chooses. uploaded: the uploaded voices that the name needs. field: the client's field that gives the voice:
-    voice, ref_audio or references. label: the name or the source of the voice, for the log. warning: what is
-    used instead of a name of OpenAI's.
+    name: a voice of the model, an uploaded voice or a mix; None if the request has recordings, or if the
+    model chooses. uploaded: the uploaded voices that the name needs. field: the client's field that gives the
+    voice: voice, ref_audio or references. label: the name or the source of the voice, for the log. warning:
+    what is used instead of a name of OpenAI's.
     """
 
     name: str | None

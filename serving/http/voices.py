@@ -128,8 +128,8 @@ class Voices:
         return self._open(clean_name(name), self._read)
 
     def find(self, name: str) -> tuple[StoredVoice, StoredClip] | None:
-        """Return a voice, and where the engine finds its sample; or None if there is none of that name. Raises
-        ValueError for an invalid name, Damaged, OSError."""
+        """Return a voice, and where the engine finds its sample; or None if there is none of that name.
+        Raises ValueError for an invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._locate)
 
     def _open(self, name: str, read: Callable[[int], T]) -> T | None:
@@ -220,9 +220,9 @@ class Voices:
                 raise
 
     def remove(self, name: str) -> bool:
-        """Remove a voice, and return whether it existed. Running requests are not affected. A request
-        whose model has not encoded the voice yet fails. It makes no file or directory, so it works on a full disk. Raises ValueError,
-        OSError."""
+        """Remove a voice, and return whether it existed. Running requests are not affected. A request whose
+        model has not encoded the voice yet fails. It makes no file or directory, so it works on a full disk.
+        Raises ValueError, OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False

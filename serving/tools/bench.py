@@ -65,8 +65,8 @@ def bench(
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure a closed loop: `streams` requests at once, `rounds` times, each of `frames` frames or fewer if
-    the model ends. The requests use the first of the model's modes. options: returns the options of the requests.
-    Raises ValueError."""
+    the model ends. The requests use the first of the model's modes. options: returns the options of the
+    requests. Raises ValueError."""
     Policy.named(policy)  # raises for an unknown policy before the run takes minutes
     family = zoo.load(model, device=device, dtype=dtype)
     given: dict[str, Any] = {"options": options(family.spec)}

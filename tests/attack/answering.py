@@ -1,4 +1,5 @@
-"""Requests whose answers would be wrong or late: values out of range, other clients' recordings, portions of text."""
+"""Requests whose answers would be wrong or late: values out of range, other clients' recordings, portions of
+text."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def attack(directory: Path) -> Iterator[Row]:
 
 
 def slower_machine() -> Row:
-    """Eight long texts, whose later passes begin when the machine has become slower. It still speaks as fast as they
-    listen, so nobody hears a pause."""
+    """Eight long texts, whose later passes begin when the machine has become slower. It still speaks as fast
+    as they listen, so nobody hears a pause."""
     voice = Voice(guard=1.0)
     voice.spec = replace(voice.spec, piece_s=6.0)
     times = 1.0

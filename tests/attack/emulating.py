@@ -1,4 +1,5 @@
-"""What can only go wrong on a GPU, on a CPU that emulates one (tests/masquerade.py), or with launches that fail.
+"""What can only go wrong on a GPU, on a CPU that emulates one (tests/masquerade.py), or with launches that
+fail.
 
 Each row runs the tests of that name in a process of their own.
 """

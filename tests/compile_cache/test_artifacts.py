@@ -220,7 +220,8 @@ def test_a_cache_below_a_directory_of_others_is_refused(place, monkeypatch, how,
 
 
 def given_to_others(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let others own or write a path. Only root can give it away; other users pretend to be somebody else's."""
+    """Let others own or write a path. Only root can give it away; other users pretend to be somebody
+    else's."""
     if how == "writable":
         path.chmod(path.stat().st_mode | 0o022)
     elif os.getuid() == 0:

@@ -9,8 +9,8 @@ Each pattern marks a sentence that a reader must decode, for one of these reason
 - The verb is missing or hidden: "where there is none", "that is no name".
 - The word means something else today: "beside" for "next to", "of late" for "recently".
 
-The patterns find candidates, not errors: some good sentences match, and most bad ones do not. The tests therefore limit
-the rate and not the number.
+The patterns find candidates, not errors: some good sentences match, and most bad ones do not. The tests
+therefore limit the rate and not the number.
 """
 
 import ast

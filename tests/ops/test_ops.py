@@ -188,8 +188,8 @@ def health_checks():
 
 
 def test_health_checks_ask_the_server(tmp_path):
-    """The images check that the server is alive, compose that it is ready. The commands run here with another port and a
-    longer timeout."""
+    """The images check that the server is alive, compose that it is ready. The commands run here with another
+    port and a longer timeout."""
     assert [route for route, _ in health_checks()] == ["/health", "/health", "/ready"]
 
     def statuses(url):

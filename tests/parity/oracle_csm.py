@@ -1,5 +1,5 @@
-"""Make the CSM fixtures and manifests with transformers' CsmForConditionalGeneration; see README.md in this folder,
-and zoo/csm/reference.py, whose loop this is. All requests are greedy.
+"""Make the CSM fixtures and manifests with transformers' CsmForConditionalGeneration; see README.md in this
+folder, and zoo/csm/reference.py, whose loop this is. All requests are greedy.
 
 It runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-csm/bin/python tests/parity/oracle_csm.py
@@ -108,8 +108,8 @@ def codec(model: Model) -> dict[str, torch.Tensor]:
 
 
 def write_manifests(directory: Path) -> None:
-    """Write the name, dtype and shape of every published tensor: transformers' layout as its classes build it,
-    with the second copy of the codes' embeddings, and the original layout."""
+    """Write the name, dtype and shape of every published tensor: transformers' layout as its classes build
+    it, with the second copy of the codes' embeddings, and the original layout."""
     demo.write_texts(directory, "full")
     config = CsmConfig.from_pretrained(directory)
     with torch.device("meta"):

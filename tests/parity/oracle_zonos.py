@@ -1,5 +1,5 @@
-"""Make the Zonos fixtures and manifests with Zyphra/Zonos at bc40d98 and transformers' DacModel; see README.md in this folder
-and zoo/zonos/reference.py, which imports the reference. All requests are greedy.
+"""Make the Zonos fixtures and manifests with Zyphra/Zonos at bc40d98 and transformers' DacModel; see
+README.md in this folder and zoo/zonos/reference.py, which imports the reference. All requests are greedy.
 
 It runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-zonos/bin/python tests/parity/oracle_zonos.py
@@ -143,7 +143,8 @@ def speakers(directory: Path) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def likely() -> dict[str, torch.Tensor]:
-    """Return probabilities after penalty, temperature, top-p, top-k and min-p, by the reference's own functions."""
+    """Return probabilities after penalty, temperature, top-p, top-k and min-p, by the reference's own
+    functions."""
     random = torch.Generator().manual_seed(5)
     logits = 3 * torch.randn(2, 9, 1026, generator=random)
     logits[..., 1025] = -torch.inf

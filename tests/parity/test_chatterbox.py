@@ -107,7 +107,8 @@ def test_greedy_requests_equal_the_reference(name, monkeypatch):
     ("size", "name"), [("parity", name) for name in RATES_HZ] + [("parity-turbo", "long")]
 )
 def test_a_clip_is_the_voice_of_the_reference(size, name):
-    """At four rates and lengths: longer than the flow and the language model read, with silence at both ends."""
+    """At four rates and lengths: longer than the flow and the language model read, with silence at both
+    ends."""
     made, expected = loaded(size).cloner(clip(name)), voices(size)
     num = len(made.flow_codes)
     assert made.codes.tolist() == expected[f"{name}.codes"].tolist()

@@ -58,7 +58,8 @@ def full(tmp_path_factory):
 
 
 def test_the_full_size_has_the_published_tensors(full):
-    """538 tensors in transformers' layout, with 1,783,357,281 values; the codes' embeddings are there twice."""
+    """538 tensors in transformers' layout, with 1,783,357,281 values; the codes' embeddings are there
+    twice."""
     path, config = full
     shapes = published(Checkpoint(*build(config)), weights.transformers(config))
     assert rows(shapes) == (MANIFESTS / "csm.txt").read_text().splitlines()

@@ -1,4 +1,5 @@
-"""Orpheus against the reference implementations: checkpoint, prompts, greedy requests, penalty, codec and encoder.
+"""Orpheus against the reference implementations: checkpoint, prompts, greedy requests, penalty, codec and
+encoder.
 
 The fixtures and what they hold: README.md in this folder.
 """
@@ -61,7 +62,8 @@ def pretrained(published):
 
 
 def test_the_full_size_has_the_published_tensors(tmp_path):
-    """255 tensors of the LM, its head among them, and 269 of SNAC; as many values as the published checkpoints have."""
+    """255 tensors of the LM, its head among them, and 269 of SNAC; as many values as the published
+    checkpoints have."""
     config, codec, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
     lm, snac = build(config, codec, has_head=True)
     shapes = loading.published(lm, weights.lm(config, True))

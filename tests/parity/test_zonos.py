@@ -1,4 +1,5 @@
-"""Zonos against its own code: checkpoint, phonemes, prefix, greedy requests, sampling, codec and speaker encoder.
+"""Zonos against its own code: checkpoint, phonemes, prefix, greedy requests, sampling, codec and speaker
+encoder.
 
 The fixtures and what they hold: README.md in this folder.
 """
@@ -103,7 +104,8 @@ def test_phonemes_and_their_ids_equal_the_reference():
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_requests_equal_the_reference(case, monkeypatch):
-    """The prefix of both lanes, the logits of the first three steps after guidance, every code, the end, and the samples."""
+    """The prefix of both lanes, the logits of the first three steps after guidance, every code, the end, and
+    the samples."""
     expected, said = found(case), facts(case)
     ours, request, seen = family("zonos"), request_of(said["request"]), []
 

@@ -8,8 +8,8 @@ BLOCK_BYTES = 9_900_000  # of zeros, which are ten kilobytes after compression
 
 
 def mp4(num_samples: int) -> bytes:
-    """Return an MP4 of five kilobytes whose sample table announces a number of samples. FFmpeg builds an index of
-    24 bytes a sample before it reads the first."""
+    """Return an MP4 of five kilobytes whose sample table announces a number of samples. FFmpeg builds an
+    index of 24 bytes a sample before it reads the first."""
     entries = (
         full_box(b"stts", 0, struct.pack(">III", 1, num_samples, 2)),
         full_box(b"stsc", 0, struct.pack(">IIII", 1, 1, num_samples, 1)),
@@ -62,8 +62,8 @@ def full_box(name: bytes, flags: int, *parts: bytes) -> bytes:
 
 
 def matroska(num_blocks: int) -> bytes:
-    """Return two seconds of audio with blocks of another track between them. Each has ten kilobytes, and unpacks to
-    ten megabytes."""
+    """Return two seconds of audio with blocks of another track between them. Each has ten kilobytes, and
+    unpacks to ten megabytes."""
     form = element("4286", b"\1") + element("42F7", b"\1") + element("42F2", b"\4") + element("42F3", b"\x08")
     head = element(
         "1A45DFA3", form + element("4282", b"matroska") + element("4287", b"\4") + element("4285", b"\2")

@@ -14,8 +14,8 @@ LOSSLESS = ("pcm", "wav", "flac")
 # Steps of 16 bits between a stream and the reproducible file, or between two files of a model of latents.
 # Rounding differs by one; a change of the sample rate or the speed adds up several of those.
 MAX_STEPS = 2
-# Of a lossy stream: the difference's RMS over the file's. One step can change an encoder's decision, by up to 13 %
-# where the speech is as quiet as 100 steps; another speech differs by 1.4.
+# Of a lossy stream: the difference's RMS over the file's. One step can change an encoder's decision, by up to
+# 13 % where the speech is as quiet as 100 steps; another speech differs by 1.4.
 MAX_ERROR = 0.2
 # Samples before the speech in a stream of MP3; a file states them in its header, and decoders drop them.
 MP3_DELAY = 1105

@@ -1,4 +1,5 @@
-"""The distinct requests of a soak. Each has a fixed seed, and its first answer is recorded before the load."""
+"""The distinct requests of a soak. Each has a fixed seed, and its first answer is recorded before the
+load."""
 
 from __future__ import annotations
 

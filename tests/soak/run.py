@@ -1,4 +1,5 @@
-"""Run a soak: record the first answers, warm up, load, kill. The results are in `Run` also if it is interrupted.
+"""Run a soak: record the first answers, warm up, load, kill. The results are in `Run` also if it is
+interrupted.
 
 first answers ─> warm-up ─> idle ─> load, 0.1 to 5 times the capacity ─> idle ─> kills under load ─> idle
 """

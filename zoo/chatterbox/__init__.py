@@ -1,5 +1,5 @@
-"""Chatterbox (Resemble AI, MIT): text and a recording of a voice to 24 kHz speech, one code per 40 ms, flow matching
-and a HiFT vocoder. See README.md in this folder."""
+"""Chatterbox (Resemble AI, MIT): text and a recording of a voice to 24 kHz speech, one code per 40 ms, flow
+matching and a HiFT vocoder. See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def claims(path: Path) -> bool:
 def load(
     directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
 ) -> Chatterbox:
-    """Load the family: language model and flow in `dtype`, the rest in fp32. Raises ValueError that names the file
-    and what is wrong with it."""
+    """Load the family: language model and flow in `dtype`, the rest in fp32. Raises ValueError that names the
+    file and what is wrong with it."""
     import torch
 
     from zoo.chatterbox import weights

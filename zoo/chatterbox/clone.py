@@ -6,8 +6,9 @@
                             └─ 16 kHz (torchaudio's) ─┬─ S3 tokenizer > flow_codes [P] │ for the flow
                                                       └─ CAM++ ────> timbre [192]   ┘
 
-The two resamplers give different codes, so both are kept. Turbo first brings the clip to -27 LUFS, and reads 15 s.
-Source: chatterbox-tts 0.1.7, tts.py and tts_turbo.py, prepare_conditionals; models/s3gen/s3gen.py, embed_ref.
+The two resamplers give different codes, so both are kept. Turbo first brings the clip to -27 LUFS, and reads
+15 s. Source: chatterbox-tts 0.1.7, tts.py and tts_turbo.py, prepare_conditionals; models/s3gen/s3gen.py,
+embed_ref.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, is_turbo, encoders))
 
     def __call__(self, clip: AudioClip) -> Voice:
-        """Encode a clip, or return it from the cache. Raises RequestError for audio that cannot be a reference."""
+        """Encode a clip, or return it from the cache. Raises RequestError for audio that cannot be a
+        reference."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.voices.get(name, lambda: self._encode(name, clip), file)

@@ -1,7 +1,7 @@
 """The sizes of a checkpoint, read off the names and shapes of its tensors.
 
-The directory has no config.json: the reference keeps every size in its code. Values that no shape shows (the head
-size, the strides of the vocoder, the norms' eps) are constants here, as there.
+The directory has no config.json: the reference keeps every size in its code. Values that no shape shows (the
+head size, the strides of the vocoder, the norms' eps) are constants here, as there.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class Shapes:
         return cls(file.path, file.headers)
 
     def __call__(self, name: str, dims: int) -> tuple[int, ...]:
-        """Return a tensor's shape. Raises ValueError if it is missing, empty, or has another number of axes."""
+        """Return a tensor's shape. Raises ValueError if it is missing, empty, or has another number of
+        axes."""
         header = self.headers.get(name)
         if header is None:
             raise ValueError(f"{self.path} has no tensor {name}, which says sizes of the model")

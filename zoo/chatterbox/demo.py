@@ -1,4 +1,5 @@
-"""Random checkpoints in the published layouts, for tests, first tries, and speed work without trained weights.
+"""Random checkpoints in the published layouts, for tests, first tries, and speed work without trained
+weights.
 
     write("demo", "tiny")               # 40 megabytes, mostly the speaker encoder, which has one size
     write("demo", "tiny-multilingual")  # or "tiny-turbo"
@@ -103,8 +104,8 @@ CONFIGS = {
 }
 SIZES = tuple(CONFIGS)
 
-# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the fan-in); the
-# first match counts.
+# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the
+# fan-in); the first match counts.
 RULES: tuple[Rule, ...] = (
     (r"^mel2wav\.f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
     (r"^mel2wav\.f0_predictor\.classifier\.weight$", 0.0, 60.0, True),
@@ -140,7 +141,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random float32 values for a tensor by its published name. Raises ValueError without a rule for it."""
+    """Return random float32 values for a tensor by its published name. Raises ValueError without a rule for
+    it."""
     return synthetic.fill(name, shape, f"chatterbox:{seed}", RULES)
 
 

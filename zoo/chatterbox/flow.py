@@ -4,9 +4,9 @@
     speaker, the voice's mel ─────────────────────────────────────────┼─ estimator, step after step ─> mel [B, 2T, 80]
     noise ────────────────────────────────────────────────────────────┘
 
-The networks are those of CosyVoice 2, without its chunks: every position attends to every other one, so the last
-code changes the first frame. Ten steps with guidance; Turbo's mean flow takes two steps without.
-Source: chatterbox-tts 0.1.7, models/s3gen/flow.py and flow_matching.py.
+The networks are those of CosyVoice 2, without its chunks: every position attends to every other one, so the
+last code changes the first frame. Ten steps with guidance; Turbo's mean flow takes two steps without. Source:
+chatterbox-tts 0.1.7, models/s3gen/flow.py and flow_matching.py.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Flow(nn.Module):
     def advance(self, x: Tensor, given: Tensor, count: Tensor, shifts: Tensor, stride: Tensor) -> Tensor:
         """Take a step of the solver of size stride []: x [B, Q, MELS] -> [B, Q, MELS].
 
-        given [B, L, Q, 3 MELS]: the condition, and zeros unless it is a mean flow; count [B]: the valid frames;
-        shifts [stages, channels]: the embeddings of the step's times. States and velocities are fp32.
+        given [B, L, Q, 3 MELS]: the condition, and zeros unless it is a mean flow; count [B]: the valid
+        frames; shifts [stages, channels]: the embeddings of the step's times. States and velocities are fp32.
         """
         config, lanes = self.config, self.lanes
         seen = Whole(count, x.shape[1])

@@ -25,7 +25,8 @@ KANJI = ("\u4e00", "\u9fff")
 def in_language(text: str, language: str, directory: Path) -> str:
     """Return a text in lower case with its accents apart, in the language's spelling, behind its tag.
 
-    language: one of LANGUAGES, or "" for no tag. Raises RequestError if a package for the language is missing.
+    language: one of LANGUAGES, or "" for no tag. Raises RequestError if a package for the language is
+    missing.
     """
     text = normalize("NFKD", text.lower())
     if language in _SPELLINGS:

@@ -60,8 +60,8 @@ class VoiceRows:
 
 
 class ChatterboxState(State):
-    """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], whether a watermark is wanted
-    [S+1], and the voice as the flow reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel
+    """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], whether a watermark is
+    wanted [S+1], and the voice as the flow reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel
     [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]."""
 
     temperature: Tensor
@@ -201,8 +201,8 @@ class Chatterbox(Family[ChatterboxState]):
         return self.t3.stack(inputs, batch)
 
     def emit(self, state: ChatterboxState, slots: Tensor, h: Tensor) -> None:
-        """Append one code (40 ms) to each slot's tape, or end the speech. An id that is neither a code nor the end
-        is read by the next step, but not spoken."""
+        """Append one code (40 ms) to each slot's tape, or end the speech. An id that is neither a code nor
+        the end is read by the next step, but not spoken."""
         steps, alive = state.steps[slots], ~state.done[slots]
         token = self._drawn(state, slots, h)  # [B]
         ended = token == END
@@ -271,7 +271,8 @@ class Chatterbox(Family[ChatterboxState]):
         return F.pad(samples, (0, self._most_samples(view.frames) - samples.shape[1])), FRAME_SAMPLES * count
 
     def _codes(self, state: ChatterboxState, view: View, place: Tensor) -> Tensor:
-        """Return the codes [B, T] at places [T]: those of the voice, of the speech, and the silence after it."""
+        """Return the codes [B, T] at places [T]: those of the voice, of the speech, and the silence after
+        it."""
         slots, num_prompt = view.slots[:, None], state.num_prompt[view.slots][:, None]
         at = place - num_prompt  # [B, T], in the speech
         spoken = state.tape[slots, at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
@@ -279,8 +280,8 @@ class Chatterbox(Family[ChatterboxState]):
         return torch.where(at < 0, state.prompt[slots, place.clamp(max=MAX_PROMPT - 1)], spoken)
 
     def _flow_noise(self, state: ChatterboxState, slots: Tensor, place: Tensor) -> Tensor:
-        """Return where the flow starts from [B, F, MELS] at mel frames [F]. A frame's noise depends only on its
-        place in the voice or in the speech."""
+        """Return where the flow starts from [B, F, MELS] at mel frames [F]. A frame's noise depends only on
+        its place in the voice or in the speech."""
         at = place - TOKEN_FRAMES * state.num_prompt[slots, None]  # [B, F]
         if state.noise is not None:
             given = state.noise[..., :MELS].flatten(0, 1)  # [2F, MELS]
@@ -291,7 +292,8 @@ class Chatterbox(Family[ChatterboxState]):
         )
 
     def _samples(self, state: ChatterboxState, slots: Tensor, mel: Tensor, limit: Tensor) -> Tensor:
-        """Return samples [B, F * MEL_SAMPLES] of mel [B, F, MELS], of which the first `limit` [B] are speech."""
+        """Return samples [B, F * MEL_SAMPLES] of mel [B, F, MELS], of which the first `limit` [B] are
+        speech."""
         plan, num = self.vocoder.plan, mel.shape[1]
         frames = num + plan.flush
         place = Place(torch.zeros_like(limit), limit, frames)
@@ -310,7 +312,8 @@ class Chatterbox(Family[ChatterboxState]):
         return torch.cat((torch.zeros_like(angle), (angle.cos() + 1) / 2))
 
     def _source_noise(self, state: ChatterboxState, slots: Tensor, frame: Tensor) -> Tensor:
-        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the speech [B, W]."""
+        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the speech [B,
+        W]."""
         frame, shape = frame.clamp(min=0), (MEL_SAMPLES, self.config.vocoder.harmonics)
         if state.noise is not None:
             given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]

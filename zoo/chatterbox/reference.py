@@ -1,11 +1,13 @@
 """Run the reference implementation of Chatterbox, for `zoo bench --against reference` and `zoo parity`.
 
-serving/tools/reference.py starts this file as a script, in a separate environment that tests/parity/environments.sh
-builds. It is chatterbox-tts 0.1.7 with its own classes, at the sizes of the checkpoint, in fp32: it has no other way.
-It generates one text at a time and renders it when all codes are there, so `streams` texts run one after the other.
+serving/tools/reference.py starts this file as a script, in a separate environment that
+tests/parity/environments.sh builds. It is chatterbox-tts 0.1.7 with its own classes, at the sizes of the
+checkpoint, in fp32: it has no other way. It generates one text at a time and renders it when all codes are
+there, so `streams` texts run one after the other.
 
-Three things are replaced. The watermark is left out. The alignment analyser of the multilingual model is off: newer
-releases of the original have none. A clip's gain is a Python float, as with NumPy 1, for which the original was made.
+Three things are replaced. The watermark is left out. The alignment analyser of the multilingual model is off:
+newer releases of the original have none. A clip's gain is a Python float, as with NumPy 1, for which the
+original was made.
 """
 
 from __future__ import annotations
@@ -228,8 +230,8 @@ def likeliest(weights: Tensor, num_samples: int) -> Tensor:
 
 @contextmanager
 def noise_of(start: Tensor, source: Tensor) -> Iterator[None]:
-    """Replace all random numbers of S3Gen: by where the flow starts from [2F, MELS], by the noise of the source
-    [960 F, H], and otherwise by zeros."""
+    """Replace all random numbers of S3Gen: by where the flow starts from [2F, MELS], by the noise of the
+    source [960 F, H], and otherwise by zeros."""
     harmonics = source.shape[1]
 
     def like(tensor: Tensor) -> Tensor:
@@ -262,7 +264,8 @@ def noise_of(start: Tensor, source: Tensor) -> Iterator[None]:
 
 @torch.inference_mode()
 def speak_from(model: Model, request: dict[str, Any], noise: Tensor) -> np.ndarray:
-    """Generate a request greedily and return samples [N]. noise [F, 2, MELS + 480 * H]: of flow and vocoder."""
+    """Generate a request greedily and return samples [N]. noise [F, 2, MELS + 480 * H]: of flow and
+    vocoder."""
     model.prepare(request)
     codes_only = NoRender(model)
     with patch.object(torch, "multinomial", likeliest), codes_only:

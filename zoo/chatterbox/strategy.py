@@ -10,8 +10,8 @@ LENGTHS = (200, 400, MAX_FRAMES)
 
 
 def window(max_frames: int) -> Window:
-    """Return the windows of a model. Every mel frame depends on every code, so a speech is one window: no earlier
-    stretch ends on the grid."""
+    """Return the windows of a model. Every mel frame depends on every code, so a speech is one window: no
+    earlier stretch ends on the grid."""
     lengths = tuple(length for length in LENGTHS if length < max_frames)
     return Window(sizes=(max_frames,), grid=max_frames, lengths=(*lengths, max_frames))
 

@@ -22,8 +22,8 @@ PERCEIVER_HEADS = 4
 
 
 class Perceiver(nn.Module):
-    """Rows of a voice's codes [T, D] -> as many rows as there are queries. One attention block runs twice: queries
-    over the codes, then the result over itself."""
+    """Rows of a voice's codes [T, D] -> as many rows as there are queries. One attention block runs twice:
+    queries over the codes, then the result over itself."""
 
     def __init__(self, num: int, width: int):
         super().__init__()
@@ -86,7 +86,8 @@ class Gpt2(nn.Module):
 
 
 class T3(nn.Module):
-    """The language model's tensors, without those that are never read (the text head, the stack's own table)."""
+    """The language model's tensors, without those that are never read (the text head, the stack's own
+    table)."""
 
     def __init__(self, config: T3Config):
         super().__init__()
@@ -129,7 +130,8 @@ class T3(nn.Module):
         return rows + positions, positions
 
     def begin_rows(self) -> Tensor:
-        """Return the rows that begin the speech: one in Turbo, else two equal ones at position 0. [1 or 2, D]"""
+        """Return the rows that begin the speech: one in Turbo, else two equal ones at position 0. [1 or 2,
+        D]"""
         row = self.codes(torch.tensor([BEGIN], device=self.codes.weight.device))
         return row if self.config.is_gpt2 else (row + self.speech_positions.weight[:1]).expand(2, -1)
 

@@ -1,4 +1,5 @@
-"""The text vocabularies of demo checkpoints, with the ids of the published ones where the model knows them."""
+"""The text vocabularies of demo checkpoints, with the ids of the published ones where the model knows
+them."""
 
 from __future__ import annotations
 

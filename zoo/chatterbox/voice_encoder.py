@@ -2,7 +2,8 @@
 
     16 kHz, silence cut off ─ 40 mel energies, 100 Hz ─ stretches of 160, one every 77 ─ LSTM ─ mean ─> [256]
 
-Source: chatterbox-tts 0.1.7, models/voice_encoder; CorentinJ/Real-Time-Voice-Cloning (GE2E, arXiv 1710.10467).
+Source: chatterbox-tts 0.1.7, models/voice_encoder; CorentinJ/Real-Time-Voice-Cloning (GE2E, arXiv
+1710.10467).
 """
 
 from __future__ import annotations

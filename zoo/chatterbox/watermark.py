@@ -1,4 +1,5 @@
-"""The original's inaudible watermark, by Resemble AI's own package. The option exists if the package is installed."""
+"""The original's inaudible watermark, by Resemble AI's own package. The option exists if the package is
+installed."""
 
 from __future__ import annotations
 

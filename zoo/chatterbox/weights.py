@@ -1,5 +1,6 @@
-"""Tables from published tensor names to ours (see zoo.checkpoint.loading), and views of the files that hold the
-tensors: parts of a file, matrices turned around, and normalisations folded into the convolution before them."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading), and views of the files that hold
+the tensors: parts of a file, matrices turned around, and normalisations folded into the convolution before
+them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Read a published checkpoint: its JSON files, its tensors and their names. Demo checkpoints are written here."""
+"""Read a published checkpoint: its JSON files, its tensors and their names. Demo checkpoints are written
+here."""

@@ -91,8 +91,8 @@ def load_file(
 def fill(
     module: nn.Module, table: Table, read: Callable[[str], Tensor], device: torch.device, path: Path
 ) -> None:
-    """Fill a module that was built on `meta`, in fp32, with tensors that were checked before. path: for messages.
-    Raises ValueError for a tensor that is not finite."""
+    """Fill a module that was built on `meta`, in fp32, with tensors that were checked before. path: for
+    messages. Raises ValueError for a tensor that is not finite."""
     _allocate(module, table, device, torch.float32)
     _fill(module, table, read, path)
 
@@ -188,8 +188,8 @@ def _is_in(name: str, submodule: str | None) -> bool:
 
 @contextmanager
 def bf16_kept() -> Iterator[None]:
-    """In this context, large layers that are loaded in float32 keep weights that are bf16 in the files as they
-    are (see `nn.narrow`). A model needs half the memory then, and is slow until `nn.packed.pack`."""
+    """In this context, large layers that are loaded in float32 keep weights that are bf16 in the files as
+    they are (see `nn.narrow`). A model needs half the memory then, and is slow until `nn.packed.pack`."""
     token = _keeps_bf16.set(True)
     try:
         yield
@@ -198,7 +198,8 @@ def bf16_kept() -> Iterator[None]:
 
 
 def _keep_bf16(module: nn.Module, wanted: Table, found: Mapping[str, Header], dtype: torch.dtype) -> None:
-    """Replace the layers that may keep bf16 in this context. Where they are loaded in bf16, nothing changes."""
+    """Replace the layers that may keep bf16 in this context. Where they are loaded in bf16, nothing
+    changes."""
     if dtype != torch.float32 or not _keeps_bf16.get():
         return
     dtypes: dict[str, set[str]] = {}

@@ -3,8 +3,8 @@
     --device-map auto ─ names of layers -> devices ─ `placing`: weights are read to these devices ─ `dispatch`: accelerate's hooks
                                                                                                        copy a layer in, and drop the copy
 
-Everything runs on the model's device, which also holds the KV cache, the states and the codec. So the results are
-those of a model that lies there as a whole.
+Everything runs on the model's device, which also holds the KV cache, the states and the codec. So the results
+are those of a model that lies there as a whole.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _places = ContextVar[tuple[Place, ...]]("places", default=())
 
 @contextmanager
 def placing(family: nn.Module, devices: Mapping[str, str]) -> Iterator[None]:
-    """Read the layers of the family, which is on `meta`, to these devices. Raises ValueError for an unknown layer
-    or device."""
+    """Read the layers of the family, which is on `meta`, to these devices. Raises ValueError for an unknown
+    layer or device."""
     modules = dict(family.named_modules())
     for name, device in devices.items():
         if name not in modules:
@@ -69,7 +69,8 @@ def device_of(module: nn.Module, tensor: str, device: torch.device) -> torch.dev
 
 
 def dispatch(family: nn.Module, device: torch.device, names: Mapping[str, str]) -> None:
-    """Make these layers run on `device`. The hooks keep their tensors; between runs, the layer's own are on `meta`."""
+    """Make these layers run on `device`. The hooks keep their tensors; between runs, the layer's own are on
+    `meta`."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     for name in names:

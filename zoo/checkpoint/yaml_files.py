@@ -1,5 +1,5 @@
-"""Read a checkpoint's HyperPyYAML, which constructs and calls whatever its tags name. Nothing is called here: the
-content of a tag is read as plain data."""
+"""Read a checkpoint's HyperPyYAML, which constructs and calls whatever its tags name. Nothing is called here:
+the content of a tag is read as plain data."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Family(nn.Module, ABC, Generic[S]):
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of fed text, for `feed`. The parts that zoo.text.open_text cuts have the same tokens
-        as the whole text. Only for families whose spec has `feeds`."""
+        """Return the tokens of fed text, for `feed`. The parts that zoo.text.open_text cuts have the same
+        tokens as the whole text. Only for families whose spec has `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     # on the device: shapes are fixed, rows are updated in place, nothing is read back
@@ -205,7 +205,8 @@ class Piece(NamedTuple):
 
 
 def understood(request: Request, spec: Spec) -> Request:
-    """Return the request with the model's own name of its language, and with its first voice if it chooses none."""
+    """Return the request with the model's own name of its language, and with its first voice if it chooses
+    none."""
     if request.voice is None and len(spec.voices) > 1 and not request.references:
         request = replace(request, voice=spec.voices[0])
     if request.language is None:
@@ -214,8 +215,8 @@ def understood(request: Request, spec: Spec) -> Request:
 
 
 def paced_pieces(request: Request, spec: Spec) -> list[Piece]:
-    """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a text
-    that has nothing to speak, and for pauses that cannot be made."""
+    """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a
+    text that has nothing to speak, and for pauses that cannot be made."""
     if request.is_open or spec.answers or not request.text.strip(BLANK):
         return [Piece(text) for text in pieces_of(request, spec)]
     if not MARK.search(request.text):

@@ -1,4 +1,5 @@
-"""The facts about a model: the shapes of its frames, windows and KV cache, and what a request may ask of it."""
+"""The facts about a model: the shapes of its frames, windows and KV cache, and what a request may ask of
+it."""
 
 from __future__ import annotations
 
@@ -123,14 +124,14 @@ class Spec:
     # strings that are a single token in fed text; each begins with "[" or "<"
     tags: tuple[str, ...] = ()
     listens: bool = False  # whether a request may hold turns of a conversation
-    # whether the model answers its text and turns instead of speaking them: turns alone are a request, and neither the
-    # text nor its length says what is spoken
+    # whether the model answers its text and turns instead of speaking them: turns alone are a request, and
+    # neither the text nor its length says what is spoken
     answers: bool = False
     # whether the next turn of a conversation can reuse the KV cache of generated frames
     shares_turns: bool = False
     licence: str = ""  # of the weights, if it limits their use
-    # The longest text that the model speaks well in one pass, in seconds of `zoo.text.pieces.expected_s`. A longer
-    # text is split into pieces. None: a text is never split.
+    # The longest text that the model speaks well in one pass, in seconds of `zoo.text.pieces.expected_s`. A
+    # longer text is split into pieces. None: a text is never split.
     piece_s: float | None = None
     # whether later pieces continue in the voice of the first one if the request has no reference:
     # `Family.later_prompt`

@@ -55,8 +55,8 @@ def repetition_aware(
 ) -> Tensor:
     """Sample ids [B] from logits [B, V] in fp32. noise [B, 2, V]: Gumbel noise of the two draws.
 
-    At a temperature up to GREEDY both draws take the likeliest id. is_repeated maps ids [B] to bools [B]: whether each
-    occurred so often lately that another one must be sampled.
+    At a temperature up to GREEDY both draws take the likeliest id. is_repeated maps ids [B] to bools [B]:
+    whether each occurred so often lately that another one must be sampled.
     """
     hot = (temperature > GREEDY)[:, None]
     scaled = logits / torch.where(hot, temperature[:, None], 1.0)

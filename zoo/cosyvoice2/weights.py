@@ -1,4 +1,5 @@
-"""Tables from published tensor names to ours (see zoo.checkpoint.loading), and the files that hold the tensors."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading), and the files that hold the
+tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CSM 1B (Sesame): text and a conversation's context to 24 kHz speech, 32 codes per 80 ms frame. See README.md."""
+"""CSM 1B (Sesame): text and a conversation's context to 24 kHz speech, 32 codes per 80 ms frame. See
+README.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A segment's audio as codes, which the backbone reads as speech that belongs to the segment's text. A clip is
-encoded once, in fp32, and kept.
+"""A segment's audio as codes, which the backbone reads as speech that belongs to the segment's text. A clip
+is encoded once, in fp32, and kept.
 
     clip ─ mono, 24 kHz, zeros up to a whole frame ─ Mimi's encoder ─> codes [F, K]
 

@@ -1,5 +1,5 @@
-"""config.json as frozen dataclasses. A missing or out-of-range key raises an error that names it; unknown keys
-are ignored."""
+"""config.json as frozen dataclasses. A missing or out-of-range key raises an error that names it; unknown
+keys are ignored."""
 
 from __future__ import annotations
 

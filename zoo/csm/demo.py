@@ -1,12 +1,14 @@
-"""Random checkpoints in the published layouts, without trained weights. For tests, first tries, and speed work.
+"""Random checkpoints in the published layouts, without trained weights. For tests, first tries, and speed
+work.
 
     write("demo", "tiny")    # 1.4 megabytes; runs anywhere
     write("mid", "mid")      # 185 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes, 7.1 GB
 
-A tensor's values depend only on (seed, published name, shape). A random model would never write a frame of zeros,
-so no speech would end. This one has a channel of the codes' embeddings that only code 0 sets. The projector hands
-it to a channel of the depth decoder, which favours code 0: if code 0 of a frame is 0, all its codes are.
+A tensor's values depend only on (seed, published name, shape). A random model would never write a frame of
+zeros, so no speech would end. This one has a channel of the codes' embeddings that only code 0 sets. The
+projector hands it to a channel of the depth decoder, which favours code 0: if code 0 of a frame is 0, all its
+codes are.
 """
 
 from __future__ import annotations
@@ -177,8 +179,8 @@ GENERATION = {
     "top_k": 50,
 }
 
-# The values are meant to expose errors: nothing is one, zero or so small that a branch of the network could be
-# left out unnoticed.
+# The values are meant to expose errors: nothing is one, zero or so small that a branch of the network could
+# be left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"(layernorm|norm)\.weight$", 1.0, 0.1, False),
     (r"embed_text_tokens\.weight$", 0.0, 0.5, False),
@@ -203,8 +205,8 @@ LOUDER = 1.2  # code 0 among the first codes: a speech has some twenty frames
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int, config: Config) -> np.ndarray:
-    """Return random float32 values for the published tensor `name` of transformers' layout. Raises ValueError if
-    no rule matches the name."""
+    """Return random float32 values for the published tensor `name` of transformers' layout. Raises ValueError
+    if no rule matches the name."""
     if name == weights.COPIES[1]:
         name = weights.COPIES[0]
     values = synthetic.fill(name, shape, f"csm-demo:{seed}", RULES)
@@ -237,8 +239,9 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout.
 
-    layout: "transformers", or "original" with the codec in mimi/. Both have the same values. config: changes to
-    config.json. Raises ValueError for an unknown size, key or dtype, and for a directory that is not empty.
+    layout: "transformers", or "original" with the codec in mimi/. Both have the same values. config: changes
+    to config.json. Raises ValueError for an unknown size, key or dtype, and for a directory that is not
+    empty.
     """
     from zoo.csm import build
     from zoo.csm.layouts import CODEC_FOLDER, Checkpoint

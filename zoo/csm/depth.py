@@ -1,15 +1,16 @@
 """The depth decoder: from the backbone's hidden state and a frame's first code to its other 31.
 
-A small Llama whose cache starts empty in every frame. Position 0 reads the backbone's hidden state, and position
-k reads the embedding of code k - 1. The output at position k goes through head k - 1, which gives code k. Code 0
-is already known, so one pass runs positions 0 and 1. The last code is never read, so 32 codes need 31 passes.
+A small Llama whose cache starts empty in every frame. Position 0 reads the backbone's hidden state, and
+position k reads the embedding of code k - 1. The output at position k goes through head k - 1, which gives
+code k. Code 0 is already known, so one pass runs positions 0 and 1. The last code is never read, so 32 codes
+need 31 passes.
 
     position   0       1    2    3   ...  31
     input      hidden  c0   c1   c2  ...  c30
     gives      -       c1   c2   c3  ...  c31
 
-Every input is projected from the backbone's width to the decoder's. For the embeddings this is done once, when
-they are loaded. RoPE and attention are in fp32. Source: transformers 5.23, models/csm/modeling_csm.py,
+Every input is projected from the backbone's width to the decoder's. For the embeddings this is done once,
+when they are loaded. RoPE and attention are in fp32. Source: transformers 5.23, models/csm/modeling_csm.py,
 CsmDepthDecoderForCausalLM.
 """
 
@@ -31,8 +32,8 @@ from zoo.nn.rope import rotate
 
 
 class DepthBlock(Block):
-    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and passes
-    share two compiled regions."""
+    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and
+    passes share two compiled regions."""
 
     @torch.compiler.nested_compile_region
     def forward(
@@ -53,9 +54,9 @@ class DepthBlock(Block):
     def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position [1];
-        cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these positions
-        added."""
+        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
+        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        positions added."""
         q, k, v = self.project(x)
         mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache)
         return self.combine(x, mixed.flatten(2)), cache
@@ -123,7 +124,8 @@ class DepthDecoder(nn.Module):
         return F.embedding(code, self.rows.narrow(0, k * self.vocab, self.vocab))
 
     def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts empty."""
+        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
+        empty."""
         c = self.config
         seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
         shape = hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim

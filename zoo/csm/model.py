@@ -54,7 +54,8 @@ class Lm(nn.Module):
 
 
 class CsmState(State):
-    """Adds sampling values [S+1] for all codebooks, the stop rule [S+1], and the codec's state [S+1, values]."""
+    """Adds sampling values [S+1] for all codebooks, the stop rule [S+1], and the codec's state [S+1,
+    values]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -71,8 +72,8 @@ class CsmState(State):
         self.add("codec_state", family.decoder.state_size, dtype=family.decoder.dtype)
 
     def take(self, slots: Tensor, frame: Tensor) -> None:
-        """Append a frame [B, K], or end the speech: a frame of zeros is not spoken. With `stops_early`, a frame
-        whose codes are zero except the last one is spoken and ends the speech too."""
+        """Append a frame [B, K], or end the speech: a frame of zeros is not spoken. With `stops_early`, a
+        frame whose codes are zero except the last one is spoken and ends the speech too."""
         is_zero = frame == 0
         self.append(slots, frame, is_zero.all(1))
         self.done[slots] = self.done[slots] | (is_zero[:, :-1].all(1) & self.stops_early[slots])

@@ -3,9 +3,9 @@
     segment     <begin> "[speaker]text" <end>  frames of its audio...  one frame of zeros
     new text    <begin> "[speaker]text" <end>                          the next position gives the first frame
 
-A request's context is its segments, in order: what its conversation has so far, or else its references; then its
-turns. Nothing separates them. The label and the text are tokenized as one string, and nothing is stripped.
-Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
+A request's context is its segments, in order: what its conversation has so far, or else its references; then
+its turns. Nothing separates them. The label and the text are tokenized as one string, and nothing is
+stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class PromptWriter:
         has_context: bool = False,
     ) -> Script:
         """Return the request's prompt. values: the model's options, from `zoo.check.check`. said: earlier
-        speech of the same voice, which takes the place of a reference. has_context: the conversation's earlier
-        segments come first, so the references are among them."""
+        speech of the same voice, which takes the place of a reference. has_context: the conversation's
+        earlier segments come first, so the references are among them."""
         speaker = values["speaker"]
         text = self._text(speaker, request.text, "text")
         references = () if has_context else request.references
@@ -126,8 +126,8 @@ def _speaker(name: str | None) -> int:
 
 
 def _told(turn: Turn, speaker: int) -> tuple[int, str]:
-    """Return a turn's speaker and text. The assistant is the speaker of the request, and the user another one.
-    A role can also be a speaker's number. Raises RequestError."""
+    """Return a turn's speaker and text. The assistant is the speaker of the request, and the user another
+    one. A role can also be a speaker's number. Raises RequestError."""
     if turn.clip is None or not (turn.text or "").strip(BLANK):
         raise RequestError("turns", "a turn of CSM needs a text and a clip: it reads both")
     roles = {"assistant": speaker, "user": 1 if speaker == 0 else 0}

@@ -1,6 +1,6 @@
 """CSM as a plain loop around transformers' CsmForConditionalGeneration, called as serving/tools/reference.py
-describes, for `zoo bench --against reference` and `zoo parity`. It runs as a script in a separate environment,
-which tests/parity/environments.sh builds.
+describes, for `zoo bench --against reference` and `zoo parity`. It runs as a script in a separate
+environment, which tests/parity/environments.sh builds.
 
 The original implementation needs torchtune, torchao and moshi; it was only read. `streams` requests are one
 static batch, and the codec decodes each at the end.

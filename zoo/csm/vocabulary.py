@@ -1,4 +1,5 @@
-"""The text side of demo checkpoints: a small Llama 3 tokenizer, in which two special tokens stand for audio."""
+"""The text side of demo checkpoints: a small Llama 3 tokenizer, in which two special tokens stand for
+audio."""
 
 from __future__ import annotations
 

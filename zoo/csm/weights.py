@@ -1,8 +1,8 @@
 """Tables from published tensor names to ours (see zoo.checkpoint.loading).
 
-The weights are published in two layouts, and a file's name does not tell which one it holds. transformers' layout
-has the codec's tensors too. The original one has the LM's alone, under torchtune's names; there, RoPE turns value
-2i with value 2i + 1, so the rows of queries and keys are put into the order of halves.
+The weights are published in two layouts, and a file's name does not tell which one it holds. transformers'
+layout has the codec's tensors too. The original one has the LM's alone, under torchtune's names; there, RoPE
+turns value 2i with value 2i + 1, so the rows of queries and keys are put into the order of halves.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FILES = (f"model.safetensors{INDEX}", "model.safetensors", "ckpt.pt")
 
 
 class Codec(nn.Module):
-    """The decoder, and the tensors of the encoder. Those of `unread` are checked but stay on meta: the encoder
-    reads them itself, when a clip comes (`clone.py`)."""
+    """The decoder, and the tensors of the encoder. Those of `unread` are checked but stay on meta: the
+    encoder reads them itself, when a clip comes (`clone.py`)."""
 
     def __init__(self, config: MimiConfig):
         super().__init__()
@@ -79,7 +79,8 @@ def check_copies(found: Mapping[str, Header]) -> tuple[str, ...]:
 
 
 def transformers(config: Config, copies: Sequence[str] = COPIES) -> dict[str, str]:
-    """Return the table for transformers' layout -> `Checkpoint`. copies: those of COPIES that the files have."""
+    """Return the table for transformers' layout -> `Checkpoint`. copies: those of COPIES that the files
+    have."""
     table = dict.fromkeys(copies, "lm.audio.weight") | {
         "embed_text_tokens.weight": "lm.text.weight",
         "lm_head.weight": "lm.head.weight",
@@ -126,8 +127,8 @@ def _torchtune(config: LlamaConfig, theirs: str, ours: str) -> dict[str, str]:
 
 
 def in_halves(config: Config, name: str, value: Tensor) -> Tensor:
-    """Return a tensor of the original layout with RoPE's pairs as halves of a head: rows 0, 2, 4, ... of queries
-    and keys, then rows 1, 3, 5, ..."""
+    """Return a tensor of the original layout with RoPE's pairs as halves of a head: rows 0, 2, 4, ... of
+    queries and keys, then rows 1, 3, 5, ..."""
     return _permuted(config, name, value, lambda head_dim: (head_dim // 2, 2))
 
 

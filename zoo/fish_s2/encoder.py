@@ -70,8 +70,8 @@ class Downsample(nn.Module):
 class Codebook(nn.Module):
     """A codebook of short rows with an input and an output projection. The nearest row has the most similar
     direction; the output is the row itself, not normalized. Source: improved VQGAN (arXiv 2110.04627),
-    section 3.2. vector-quantize-pytorch's VectorQuantize finds rows by direction, too, but needs rows of length
-    one."""
+    section 3.2. vector-quantize-pytorch's VectorQuantize finds rows by direction, too, but needs rows of
+    length one."""
 
     def __init__(self, size: int, dim: int, latent: int):
         super().__init__()

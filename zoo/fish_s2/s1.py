@@ -41,8 +41,8 @@ from zoo.request import Reference, Request, RequestError, sampling_options
 from zoo.text import tiktoken
 
 LM_FILE, SPECIAL_FILE, TIKTOKEN = "model.pth", "special_tokens.json", "tokenizer.tiktoken"
-# From fish-speech 0.1.0, tokenizer.py. Its `(\?!\S)` matches a literal question mark, which looks like a mistake, but
-# the model was trained with it.
+# From fish-speech 0.1.0, tokenizer.py. Its `(\?!\S)` matches a literal question mark, which looks like a
+# mistake, but the model was trained with it.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{P}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(\?!\S)|\s+"

@@ -26,8 +26,8 @@ def claims(path: Path) -> bool:
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
-    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names the
-    file and the problem."""
+    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names
+    the file and the problem."""
     from zoo.checkpoint import loading, tensor_files
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner

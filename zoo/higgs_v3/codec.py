@@ -22,7 +22,8 @@ from zoo.nn import dac
 
 
 class Decoder(dac.Decoder):
-    """DAC's decoder behind a projection of the codebooks' latents. Call `prepare` once after loading the weights."""
+    """DAC's decoder behind a projection of the codebooks' latents. Call `prepare` once after loading the
+    weights."""
 
     def __init__(self, config: CodecConfig):
         super().__init__(config.latent, config.decoder_channels, config.ratios, is_bounded=False)

@@ -26,8 +26,9 @@ class Codebook(nn.Module):
         return self.project_out(F.embedding(code, self.rows))
 
     def quantizer(self) -> nn.Module:
-        """Return vector-quantize-pytorch's module around our tensors. The nearest row is the one with the smallest
-        Euclidean distance; nothing is normalized. The package is imported here (see `zoo.nn.deferred`)."""
+        """Return vector-quantize-pytorch's module around our tensors. The nearest row is the one with the
+        smallest Euclidean distance; nothing is normalized. The package is imported here (see
+        `zoo.nn.deferred`)."""
         from vector_quantize_pytorch import VectorQuantize
 
         size, dim = self.rows.shape

@@ -1,5 +1,5 @@
-"""HuBERT, which is transformers'. It represents the content of a recording as 50 vectors per second. The codec uses
-the mean of all layers.
+"""HuBERT, which is transformers'. It represents the content of a recording as 50 vectors per second. The
+codec uses the mean of all layers.
 
     samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 post-norm layers ─ mean of all [B, T, D]
 

@@ -1,14 +1,14 @@
-"""The convolutions of DAC, a codec: latents to samples in windows whose result does not depend on the cut, and samples to
-latents.
+"""The convolutions of DAC, a codec: latents to samples in windows whose result does not depend on the cut,
+and samples to latents.
 
     codes [B, context + F + context, K] ─ tables ─ conv ─ (upsampling, residual x3) for each rate ─ conv ─ samples [B, F * frame]
 
-Every convolution looks to both sides, so a window comes with `context` extra frames on both sides. Every convolution
-returns only the positions whose inputs are all present. The stretch gets shorter from layer to layer, until only the
-window is left. Before and after the tape the layers see zeros, like the padding of a decoder that gets the whole tape.
-Source: Kumar et al. 2023 (arXiv 2306.06546); transformers 5.23, models/dac. transformers' DacEncoder gives the same codes
-in as much memory. It is not used because it takes a third longer: 4.4 s for five seconds of 44.1 kHz on one core, and 3.3 s
-here, where a snake is one operator.
+Every convolution looks to both sides, so a window comes with `context` extra frames on both sides. Every
+convolution returns only the positions whose inputs are all present. The stretch gets shorter from layer to
+layer, until only the window is left. Before and after the tape the layers see zeros, like the padding of a
+decoder that gets the whole tape. Source: Kumar et al. 2023 (arXiv 2306.06546); transformers 5.23, models/dac.
+transformers' DacEncoder gives the same codes in as much memory. It is not used because it takes a third
+longer: 4.4 s for five seconds of 44.1 kHz on one core, and 3.3 s here, where a snake is one operator.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Decodes codes to samples, in the dtype of its weights. Call `keep` once after loading them.
 
-    latent: channels of the latents. channels: of the first block; each block halves them. rates: the stride of each
-    block. is_bounded: whether tanh keeps the samples below full scale.
+    latent: channels of the latents. channels: of the first block; each block halves them. rates: the stride
+    of each block. is_bounded: whether tanh keeps the samples below full scale.
     """
 
     tables: Tensor  # [K * V, C], set by keep(): the latent of each code
@@ -136,8 +136,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def keep(self, tables: Sequence[Tensor], bias: Tensor) -> None:
-        """Keep a table [V, C] per codebook, and a bias [C]. Codebook and projections are linear, so a caller multiplies
-        them in fp64; they are rounded once, here."""
+        """Keep a table [V, C] per codebook, and a bias [C]. Codebook and projections are linear, so a caller
+        multiplies them in fp64; they are rounded once, here."""
         dtype = self.stem.weight.dtype
         size = len(tables[0])
         first = torch.arange(len(tables), device=bias.device) * size
@@ -211,7 +211,8 @@ class Encoder(nn.Module):
 
 
 def names(theirs: str, ours: str, blocks: int, sampling: tuple[str, str]) -> dict[str, str]:
-    """Return transformers' names of a `Decoder` or an `Encoder` -> ours, by prefix (see `zoo.checkpoint.loading`).
+    """Return transformers' names of a `Decoder` or an `Encoder` -> ours, by prefix (see
+    `zoo.checkpoint.loading`).
 
     sampling: their name and our name of a block's strided convolution.
     """

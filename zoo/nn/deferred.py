@@ -63,5 +63,6 @@ class Deferred(nn.Module):
 
 
 def scratch(num_values: int, like: Tensor) -> Tensor:
-    """Return what an encoder needs for temporary results, for a memory plan on `meta`, which imports nothing."""
+    """Return what an encoder needs for temporary results, for a memory plan on `meta`, which imports
+    nothing."""
     return torch.empty(num_values, dtype=torch.float32, device=like.device)

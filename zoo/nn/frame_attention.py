@@ -29,8 +29,8 @@ def attend_within(
 def attend_dense(
     q: Tensor, new_k: Tensor, new_v: Tensor, seen: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from L new positions to themselves and the earlier ones -> [B, L, H * dim], and the cache with the
-    new keys and values. In plain operators, which a compiler fuses with their neighbours on a CPU.
+    """Attend from L new positions to themselves and the earlier ones -> [B, L, H * dim], and the cache with
+    the new keys and values. In plain operators, which a compiler fuses with their neighbours on a CPU.
 
     q [B, H, L, dim], new_k and new_v [B, Hkv, L, dim], rotated; k and v [B, Hkv, K, dim]: the cache.
     seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is the first

@@ -25,7 +25,8 @@ from zoo.nn.rope import rotate
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling: long wavelengths turn `factor` times slower, short ones stay, those between are mixed."""
+    """Llama 3's scaling: long wavelengths turn `factor` times slower, short ones stay, those between are
+    mixed."""
 
     factor: float
     low: float
@@ -52,7 +53,8 @@ class LlamaConfig(StackConfig):
 
     @classmethod
     def read(cls, block: ConfigBlock) -> LlamaConfig:
-        """Read transformers' LlamaConfig, of release 4 (`rope_scaling`) or 5 (`rope_parameters`). Raises ValueError."""
+        """Read transformers' LlamaConfig, of release 4 (`rope_scaling`) or 5 (`rope_parameters`). Raises
+        ValueError."""
         block = block.with_defaults({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
         block.expect(hidden_act="silu", attention_bias=False, mlp_bias=False)
         heads = block.integer("num_attention_heads", *HEADS)

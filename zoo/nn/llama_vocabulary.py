@@ -1,5 +1,5 @@
-"""A small Llama 3 tokenizer for demo checkpoints: byte-level BPE with the published split pattern, filled up to
-the published number of ids."""
+"""A small Llama 3 tokenizer for demo checkpoints: byte-level BPE with the published split pattern, filled up
+to the published number of ids."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class MimiConfig:
 
     @classmethod
     def read(cls, block: ConfigBlock) -> Self:
-        """Read transformers' MimiConfig, of release 4 (`rope_theta`) or 5 (`rope_parameters`). Raises ValueError
-        for a missing, out-of-range or unsupported value."""
+        """Read transformers' MimiConfig, of release 4 (`rope_theta`) or 5 (`rope_parameters`). Raises
+        ValueError for a missing, out-of-range or unsupported value."""
         block.expect(**FIXED)
         strides = tuple(reversed(block.integers("upsampling_ratios", *STRIDE)))
         compress = block.integer("compress", *WIDTH)
@@ -153,8 +153,8 @@ def encoder_shapes(config: MimiConfig) -> dict[str, tuple[int, ...]]:
 
 
 def conv_shapes(config: MimiConfig) -> dict[str, tuple[int, ...]]:
-    """Return the published names and shapes of the tensors that only the encoder has: its convolutions and its
-    transformer."""
+    """Return the published names and shapes of the tensors that only the encoder has: its convolutions and
+    its transformer."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def conv(name: str, channels: int, out_channels: int, kernel: int) -> None:

@@ -7,8 +7,8 @@ freezes a model.
 
 A step is bound by the bytes of the weights it reads. Most checkpoints have weights in bf16, and a CPU without
 bf16 arithmetic computes in fp32. `NarrowLinear` reads the 16 bits and computes in fp32: it gives what an fp32
-copy gives, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo parity` measures
-how many.
+copy gives, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo parity`
+measures how many.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def multiply_few_rows(make: Callable[[], nn.Module], width: int) -> None:
 
 
 def can_be_packed(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether this build and machine have oneDNN's kernels for a weight, computed in a dtype (None: its
-    own)."""
+    """Return whether this build and machine have oneDNN's kernels for a weight, computed in a dtype (None:
+    its own)."""
     dtype = dtype or weight.dtype
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -145,8 +145,8 @@ class PackedLinear(nn.Module):
 
 
 class NarrowLinear(nn.Module):
-    """An `nn.Linear` or `FusedLinear` whose weights have 16 or 8 bits and are computed in fp32: x [..., in] ->
-    [..., out], or one result per part of a `FusedLinear`, in x's dtype."""
+    """An `nn.Linear` or `FusedLinear` whose weights have 16 or 8 bits and are computed in fp32: x [..., in]
+    -> [..., out], or one result per part of a `FusedLinear`, in x's dtype."""
 
     blocks: Tensor  # [blocks, in, words] int32, see kernels.in_blocks
     scales: Tensor | None  # of int8 weights, see kernels.scales_in_blocks

@@ -14,8 +14,8 @@ from zoo.checkpoint.json_files import read_json
 class PlainTokenizer:
     """Text -> ids, without added tokens and without the tokenizer's own prefix and suffix.
 
-    special: the added tokens, by their text. Raises ValueError if a `needed` one is missing, or if an id is not
-    below `rows`, the number of the model's text embeddings.
+    special: the added tokens, by their text. Raises ValueError if a `needed` one is missing, or if an id is
+    not below `rows`, the number of the model's text embeddings.
     """
 
     def __init__(self, path: Path, needed: Iterable[str], rows: int, model: str):

@@ -154,16 +154,16 @@ def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def drop_unlikely(noise: Tensor, logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """Return the noise [B, V] for `draw` with -inf for tokens that are less likely than min_p [B] times the likeliest
-    one. The quotient of two probabilities does not change when top-k and top-p drop others, so the order does not matter.
-    Source: Nguyen et al. 2024 (arXiv 2407.01082)."""
+    """Return the noise [B, V] for `draw` with -inf for tokens that are less likely than min_p [B] times the
+    likeliest one. The quotient of two probabilities does not change when top-k and top-p drop others, so the
+    order does not matter. Source: Nguyen et al. 2024 (arXiv 2407.01082)."""
     least = logits.amax(-1, keepdim=True) + (min_p.log() * temperature.clamp(min=GREEDY))[:, None]
     return noise.masked_fill(logits < least, -torch.inf)
 
 
 def keep_logits(pick: Callable[..., Tensor], drawn: list[Tensor]) -> Callable[..., Tensor]:
-    """Return `pick` (logits [B, V], ... -> codes [B]), which also appends each code's logit [B, 1] to `drawn`. Where
-    the logits are NaN, so is the code's."""
+    """Return `pick` (logits [B, V], ... -> codes [B]), which also appends each code's logit [B, 1] to
+    `drawn`. Where the logits are NaN, so is the code's."""
 
     def keep(logits: Tensor, *args: Any, **settings: Any) -> Tensor:
         code = pick(logits, *args, **settings)

@@ -1,8 +1,9 @@
 """Where a window lies on its tape while a decoder that looks to both sides turns it into samples.
 
-A window comes with frames before and after it. Each layer computes only the positions that it knows in full, so its
-output is a little shorter than its input, until the window alone is left. Positions before the tape's beginning and
-after its end are zeros in front of every layer, as the padding of a decoder that is given the whole tape.
+A window comes with frames before and after it. Each layer computes only the positions that it knows in full,
+so its output is a little shorter than its input, until the window alone is left. Positions before the tape's
+beginning and after its end are zeros in front of every layer, as the padding of a decoder that is given the
+whole tape.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 class Stretch:
     """The positions of a tensor in a decoder, at the rate of the layer that runs next.
 
-    start [B]: the window's first frame. end [B]: the frames that the tape holds. `before` and `after` count the
-    positions on both sides of the window; rate is the positions per frame. taped [B, 1, N] says which positions lie
-    on the tape.
+    start [B]: the window's first frame. end [B]: the frames that the tape holds. `before` and `after` count
+    the positions on both sides of the window; rate is the positions per frame. taped [B, 1, N] says which
+    positions lie on the tape.
     """
 
     def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
@@ -51,7 +52,8 @@ class Stretch:
         self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
 
     def upsample(self, stride: int, padding: int) -> None:
-        """A transposed convolution ran whose kernel is two strides long and whose output lacks one stride at each end.
+        """A transposed convolution ran whose kernel is two strides long and whose output lacks one stride at
+        each end.
 
         padding: the positions that the whole decoder would cut off the output's beginning.
         """

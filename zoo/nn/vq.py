@@ -14,9 +14,9 @@ MIN_USAGE = 1e-5
 
 
 class SplitVQ(Parted):
-    """The way from codes to latents of residual vector quantization in two branches. One is the first codebook
-    ("semantic"); in the other, each codebook quantizes the residual of the one before. Each branch has its
-    own projections in (width -> dim), which only an encoder applies, and out (dim -> width).
+    """The way from codes to latents of residual vector quantization in two branches. One is the first
+    codebook ("semantic"); in the other, each codebook quantizes the residual of the one before. Each branch
+    has its own projections in (width -> dim), which only an encoder applies, and out (dim -> width).
 
     A checkpoint keeps each row as in training: a sum of vectors, and how often the row was used. `prepare`
     divides them once, for the first `used` codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3;

@@ -1,9 +1,11 @@
-"""A transformer over a sliding window whose past is carried from call to call (see `conv`), as codecs have it.
+"""A transformer over a sliding window whose past is carried from call to call (see `conv`), as codecs have
+it.
 
     keys     window - 1 of the past | the N positions of this call          seen [B, N, window - 1 + N]
              zeros before the stream began are masked
 
-Families choose the norm and the MLP. Source: transformers, models/mimi/modeling_mimi.py, MimiTransformerLayer.
+Families choose the norm and the MLP. Source: transformers, models/mimi/modeling_mimi.py,
+MimiTransformerLayer.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ class GeluMLP(nn.Module):
 
 
 def window_mask(start: Tensor, num: int, window: int) -> Tensor:
-    """Return the keys that each of `num` positions may attend to [B, num, window - 1 + num]. start [B]: positions
-    of the stream before this call."""
+    """Return the keys that each of `num` positions may attend to [B, num, window - 1 + num]. start [B]:
+    positions of the stream before this call."""
     # Key j lies window - 1 - j positions before this call's first one.
     kept = window - 1
     position = torch.arange(num, device=start.device)

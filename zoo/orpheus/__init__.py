@@ -1,4 +1,5 @@
-"""Orpheus TTS 3B (Canopy Labs): text to 24 kHz speech, seven tokens of a Llama 3.2 for each 85.3 ms. See README.md."""
+"""Orpheus TTS 3B (Canopy Labs): text to 24 kHz speech, seven tokens of a Llama 3.2 for each 85.3 ms. See
+README.md."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def survey(directory: Path) -> tuple[Spec, int]:
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """Write a random checkpoint in the published layout, the codec in its folder. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout, the codec in its folder. Raises ValueError,
+    OSError."""
     import torch
 
     from zoo.orpheus.demo import write

@@ -5,9 +5,9 @@ without weights.
     write("mid", "mid")      # 250 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes
 
-A tensor's values follow from (seed, published name, shape) alone. A random model would not keep to the places of the
-frame, and nothing could be heard. This one keeps to them: seven columns of the embedding say the place, and the last
-layer's MLP moves each column to the next one.
+A tensor's values follow from (seed, published name, shape) alone. A random model would not keep to the places
+of the frame, and nothing could be heard. This one keeps to them: seven columns of the embedding say the
+place, and the last layer's MLP moves each column to the next one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SIZES = tuple(CONFIGS)
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out
-# unnoticed.
+# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
+# left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"embed_tokens\.weight$", 0.0, 0.5, False),
@@ -124,9 +124,9 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout, the codec in snac_24khz/.
 
-    config: changes to config.json; codec: to the codec's. has_head: with a copy of the embedding as lm_head.weight, as
-    the published shards have it. Raises ValueError for an unknown size, key or dtype, and for a directory that is not
-    empty.
+    config: changes to config.json; codec: to the codec's. has_head: with a copy of the embedding as
+    lm_head.weight, as the published shards have it. Raises ValueError for an unknown size, key or dtype, and
+    for a directory that is not empty.
     """
     from zoo.checkpoint.loading import published, weight_normed
     from zoo.orpheus import build, describe, weights

@@ -3,10 +3,10 @@
     slot ── embed ──> [B, D] ── hidden: 28 paged blocks ──> [B, D] ── emit ──> 1 token ── seven make a frame ── render ──> 24 kHz
              │ the last token                                        │ head over the whole vocabulary     │ SNAC, 85.3 ms a frame
 
-A step draws one token. A token at the place that is next in the frame fills that place, and the seventh completes the
-frame. The model may slip: a token for the first place begins a new frame wherever it comes, and any other token that is
-out of place drops the frame that was begun. Only whole frames reach the tape.
-Source: canopyai/Orpheus-TTS at 835ac7c; transformers 5.23, models/llama and generation/logits_process.py.
+A step draws one token. A token at the place that is next in the frame fills that place, and the seventh
+completes the frame. The model may slip: a token for the first place begins a new frame wherever it comes, and
+any other token that is out of place drops the frame that was begun. Only whole frames reach the tape. Source:
+canopyai/Orpheus-TTS at 835ac7c; transformers 5.23, models/llama and generation/logits_process.py.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Llama(nn.Module):
 
 
 class OrpheusState(State):
-    """Adds, for each slot: token, the last one drawn; place, how many codes of the next frame are there; codes [7], those
-    codes; seen [V], the tokens of prompt and output; and the sampling values."""
+    """Adds, for each slot: token, the last one drawn; place, how many codes of the next frame are there;
+    codes [7], those codes; seen [V], the tokens of prompt and output; and the sampling values."""
 
     token: Tensor
     place: Tensor
@@ -86,7 +86,8 @@ class OrpheusState(State):
         self.add("last_step", dtype=torch.int64)
 
     def take(self, slots: Tensor, token: Tensor) -> None:
-        """One drawn token [B] of each slot, and the frame that it completes. A slot that is done stays as it is."""
+        """One drawn token [B] of each slot, and the frame that it completes. A slot that is done stays as it
+        is."""
         alive = ~self.done[slots]
         place = self.place[slots]
         codes = self.codes[slots]  # [B, 7]
@@ -113,8 +114,8 @@ class OrpheusState(State):
 
 
 def is_stop(mark: Tensor) -> Tensor:
-    """Return which tokens [B], counted as in tokens.py, end a speech. Constants are compared one by one: a tensor of
-    them would be copied to the device in each step."""
+    """Return which tokens [B], counted as in tokens.py, end a speech. Constants are compared one by one: a
+    tensor of them would be copied to the device in each step."""
     found = mark == STOPS[0]
     for stop in STOPS[1:]:
         found = found | (mark == stop)
@@ -189,8 +190,8 @@ class Orpheus(Family[OrpheusState]):
         return self.lm.stack(inputs, batch)
 
     def scores(self, state: OrpheusState, slots: Tensor, h: Tensor) -> Tensor:
-        """Return the logits [B, V] in fp32: repetition penalty over prompt and output, and with `valid_only` nothing
-        that is out of place."""
+        """Return the logits [B, V] in fp32: repetition penalty over prompt and output, and with `valid_only`
+        nothing that is out of place."""
         head = self.lm.head
         assert head is not None, "prepare() was not called"
         logits = penalise(head(h).float(), state.seen[slots], state.penalty[slots])
@@ -205,8 +206,8 @@ class Orpheus(Family[OrpheusState]):
         state.take(slots, draw(self.scores(state, slots, h), *how, noise))
 
     def render(self, state: OrpheusState, view: View) -> tuple[Tensor, Tensor]:
-        """SNAC reads three frames on both sides of the window from the tape, which ends with the last frame that is
-        ready."""
+        """SNAC reads three frames on both sides of the window from the tape, which ends with the last frame
+        that is ready."""
         context = self.codec.decoder.context
         codes = state.window(view, context, context)  # [B, F + 6, 7]
         seed = state.seed[view.slots]

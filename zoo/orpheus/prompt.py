@@ -3,9 +3,9 @@
     voice    <human> <begin> "tara: text"  <end of text> <end of human> <AI> <speech>
     pair     <human> <begin> "transcript"  <end of text> <end of human> <AI> <speech> codes... <end of speech> <end of AI>
 
-A request with references begins with a pair for each; only pretrained checkpoints know how to go on from them. A text
-without a voice is the same without "tara: ". Nothing is stripped from the text.
-Source: canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/engine_class.py; mlx-audio 0.6.2, tts/models/llama.
+A request with references begins with a pair for each; only pretrained checkpoints know how to go on from
+them. A text without a voice is the same without "tara: ". Nothing is stripped from the text. Source:
+canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/engine_class.py; mlx-audio 0.6.2, tts/models/llama.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises RequestError. References are encoded last, when all else is known to be right."""
+    """Request -> Script. Raises RequestError. References are encoded last, when all else is known to be
+    right."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.max_tokens = config.max_positions
@@ -121,7 +122,8 @@ class PromptWriter:
         return [*self._human(tokens), *self._marked(*spoken, END_SPEECH, END_AI)]
 
     def _marked(self, *marks: int) -> list[int]:
-        """Return the ids of special tokens and codes, which tokens.py counts from the first one behind the words."""
+        """Return the ids of special tokens and codes, which tokens.py counts from the first one behind the
+        words."""
         return [self.num_words + mark for mark in marks]
 
 

@@ -27,8 +27,8 @@ from zoo.reference_script import answer, speed
 
 NAME = "transformers 5.23 and snac 1.2.1"
 RATE_HZ = 24000
-# The last MARKED ids of the vocabulary are special tokens and codes. The others count from the first of those, which
-# is 128,000 in the published vocabulary; demos have fewer words.
+# The last MARKED ids of the vocabulary are special tokens and codes. The others count from the first of
+# those, which is 128,000 in the published vocabulary; demos have fewer words.
 MARKED = 28_940
 BEGIN, PAD, STOP, FIRST = 0, 4, 258, 266
 ENDS = (STOP, 1, 9)
@@ -110,8 +110,8 @@ class Model:
 def frames_of(tokens: list[int], words: int) -> torch.Tensor:
     """Read the whole frames out of the tokens of a speech. [F, 7]
 
-    A token for the first place begins a frame wherever it comes. Any other token out of place drops the frame that
-    was begun.
+    A token for the first place begins a frame wherever it comes. Any other token out of place drops the frame
+    that was begun.
     """
     frames: list[list[int]] = []
     begun: list[int] = []

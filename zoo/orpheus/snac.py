@@ -1,13 +1,14 @@
-"""SNAC's decoder: frames of seven codes to 24 kHz samples, the same samples however the frames are cut into windows.
+"""SNAC's decoder: frames of seven codes to 24 kHz samples, the same samples however the frames are cut into
+windows.
 
     codes [B, 3 + F + 3, 7] ─ tables ─ conv ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples [B, 2048 F]
                               768      768    1024   512  256  128  64    1      channels
                               46.9 Hz                0.4  3    12   24    kHz
 
-A frame reaches 4,757 samples to both sides, so a window comes with three more frames on each side. Behind each
-upsampling the decoder adds noise, one draw a position, scaled by channel. The draws follow from the request's seed and
-the position on the tape alone.
-Source: snac 1.2.1, snac/layers.py and vq.py; Siuzdak et al. 2024 (arXiv 2410.14411).
+A frame reaches 4,757 samples to both sides, so a window comes with three more frames on each side. Behind
+each upsampling the decoder adds noise, one draw a position, scaled by channel. The draws follow from the
+request's seed and the position on the tape alone. Source: snac 1.2.1, snac/layers.py and vq.py; Siuzdak et
+al. 2024 (arXiv 2410.14411).
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Decoder(nn.Module):
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor, seed: Tensor | None) -> Tensor:
-        """Decode frames start [B] .. start + F of tapes that hold frames 0 .. end [B] -> samples [B, F * 2048].
+        """Decode frames start [B] .. start + F of tapes that hold frames 0 .. end [B] -> samples [B, F *
+        2048].
 
         codes [B, context + F + context, 7] int64. seed [B] int64 of the noise; None: no noise.
         """

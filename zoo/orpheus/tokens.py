@@ -8,9 +8,9 @@
     SNAC level            1    2    3    3    2    3    3
     latent columns        all  0-1  0    1    2-3  2    3        four latent columns a frame (46.9 Hz)
 
-All ids below count from W: the id of the first code is 128,266 in the published vocabulary. Tiny demo checkpoints have
-fewer words.
-Source: canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/decoder.py and engine_class.py, read as a specification.
+All ids below count from W: the id of the first code is 128,266 in the published vocabulary. Tiny demo
+checkpoints have fewer words. Source: canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/decoder.py and
+engine_class.py, read as a specification.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ BEGIN_HUMAN, END_HUMAN, BEGIN_AI, END_AI = 259, 260, 261, 262
 FIRST_CODE = 266
 CODES = 4096  # of each place
 PLACES = 7  # of a frame
-# The model ends a speech with the first one. The other two end a text of Llama 3, and nothing can follow them.
+# The model ends a speech with the first one. The other two end a text of Llama 3, and nothing can follow
+# them.
 STOPS = (END_SPEECH, END_OF_LLAMA, END_TEXT)
 # Latent column -> the places in the frame whose codes it is the sum of, one of each level.
 COLUMNS = ((0, 1, 2), (0, 1, 3), (0, 4, 5), (0, 4, 6))

@@ -1,4 +1,5 @@
-"""The names of languages: a model's own, English ones, and codes such as "en", "zh-CN" and "pt_BR" (BCP 47)."""
+"""The names of languages: a model's own, English ones, and codes such as "en", "zh-CN" and "pt_BR" (BCP
+47)."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def _cleaned(text: str) -> str:
 
 
 class OutsideCode:
-    """Leaves the blocks of code out of a Markdown text that arrives in parts. `more` takes a part and returns what
-    is certainly outside of them; `rest` returns the remainder."""
+    """Leaves the blocks of code out of a Markdown text that arrives in parts. `more` takes a part and returns
+    what is certainly outside of them; `rest` returns the remainder."""
 
     def __init__(self) -> None:
         self._held = ""

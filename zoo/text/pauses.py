@@ -1,4 +1,5 @@
-"""Pauses that a text asks for: `[pause:1.5s]` and `<break time="500ms"/>` become silence of exactly that length.
+"""Pauses that a text asks for: `[pause:1.5s]` and `<break time="500ms"/>` become silence of exactly that
+length.
 
     "One. [pause:1s] Two." ─ stretches ─> "One."  24,000 samples of silence  "Two."
 
@@ -31,8 +32,8 @@ class Part(NamedTuple):
 
 
 def stretches(text: str) -> list[Part]:
-    """Return the text between its pauses, without what has no letter and no digit. The first part is empty: its
-    silence comes before all words. Raises RequestError for pauses that are too long."""
+    """Return the text between its pauses, without what has no letter and no digit. The first part is empty:
+    its silence comes before all words. Raises RequestError for pauses that are too long."""
     parts, begin = [Part("")], 0
     for mark in MARK.finditer(text):
         _add(parts, text[begin : mark.start()], silence_s(mark))
@@ -43,8 +44,8 @@ def stretches(text: str) -> list[Part]:
 
 
 def next_part(text: str, is_whole: bool) -> Part:
-    """Return the part with which an arriving text begins: words up to the next pause, or a pause. It is empty if
-    more text must arrive. is_whole: no more text follows. Raises RequestError."""
+    """Return the part with which an arriving text begins: words up to the next pause, or a pause. It is empty
+    if more text must arrive. is_whole: no more text follows. Raises RequestError."""
     mark = MARK.search(text)
     if mark is None:
         return Part(text if is_whole else text[: _open_mark(text)])

@@ -62,8 +62,8 @@ def expected_s(text: str) -> float:
 
 
 def odd_length(audio_s: float, expected_s: float) -> Literal["short", "long"] | None:
-    """Return whether `audio_s` is too "short" or too "long" for a text of `expected_s`, or None. The model then
-    stopped early, or did not find the end."""
+    """Return whether `audio_s` is too "short" or too "long" for a text of `expected_s`, or None. The model
+    then stopped early, or did not find the end."""
     if audio_s < expected_s / 4 - 0.5:
         return "short"
     return "long" if audio_s > 2 * expected_s + 5 else None

@@ -41,8 +41,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
-    """Return a tokenizer of the `tokenizers` library with the same ids, without special tokens. pattern: splits a
-    text into pieces."""
+    """Return a tokenizer of the `tokenizers` library with the same ids, without special tokens. pattern:
+    splits a text into pieces."""
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
     made = Tokenizer(BPE(vocab=vocabulary, merges=_merges(vocabulary), ignore_merges=True))

@@ -1,5 +1,5 @@
-"""Zonos v0.1, the transformer (Zyphra): text to 44.1 kHz speech, nine codes per 11.6 ms, with emotion, speed and other
-conditions, and a voice from a recording. See README.md."""
+"""Zonos v0.1, the transformer (Zyphra): text to 44.1 kHz speech, nine codes per 11.6 ms, with emotion, speed
+and other conditions, and a voice from a recording. See README.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NAME = "zonos"
 
 
 def claims(path: Path) -> bool:
-    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be read."""
+    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
+    read."""
     from zoo.checkpoint.json_files import read_config
 
     # The hybrid is claimed too, so that `load` can refuse it with a clear message.
@@ -26,7 +27,8 @@ def claims(path: Path) -> bool:
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Zonos:
-    """Return the family with its weights: the LM in `dtype`, codec and speaker encoder in fp32. Raises ValueError."""
+    """Return the family with its weights: the LM in `dtype`, codec and speaker encoder in fp32. Raises
+    ValueError."""
     import torch
 
     from zoo.checkpoint import loading
@@ -120,8 +122,8 @@ def survey(directory: Path) -> tuple[Spec, int]:
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """Write a random checkpoint in the published layout, codec and speaker encoder in their folders. Raises ValueError,
-    OSError."""
+    """Write a random checkpoint in the published layout, codec and speaker encoder in their folders. Raises
+    ValueError, OSError."""
     import torch
 
     from zoo.zonos.demo import write

@@ -1,5 +1,5 @@
-"""What a clone needs of a recording: the vector of its voice and, to continue it, its codes. Both are made once, in fp32, and
-kept.
+"""What a clone needs of a recording: the vector of its voice and, to continue it, its codes. Both are made
+once, in fp32, and kept.
 
     clip ─ mono ─ speaker encoder ──────────────> voice [128]
          └ 44.1 kHz ─ zeros up to a whole frame ─ DAC's encoder ─> codes [F, 9]
@@ -55,7 +55,8 @@ class Cloner:
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:
         assert self.speaker is not None, "a reference, and no speaker encoder: the spec takes none"
-        # The encoder's own resampler needs a filter per phase; rates that would have too many go through soxr.
+        # The encoder's own resampler needs a filter per phase; rates that would have too many go through
+        # soxr.
         rate_hz = clip.sample_rate_hz if clip.sample_rate_hz % COMMON_HZ == 0 else RATE_HZ
         own, wide = (
             torch.tensor(mono(clip, hz, REFERENCE_S), device=self.device) for hz in (rate_hz, SAMPLE_RATE_HZ)

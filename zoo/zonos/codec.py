@@ -1,11 +1,12 @@
-"""DAC at 44.1 kHz: frames of nine codes to samples, exactly, for any cut into windows; and a recording to frames.
+"""DAC at 44.1 kHz: frames of nine codes to samples, exactly, for any cut into windows; and a recording to
+frames.
 
     codes [B, 10 + F + 10, 9] ─ tables ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples [B, 512 F]
                                  1024    1536   768  384  192  96    1             channels
                                         86.13 Hz 0.7 5.5  22   44    44   kHz
 
-A frame affects 4,757 samples on each side, so a window comes with ten extra frames on both sides (zoo/nn/dac.py). Source:
-transformers 5.23, models/dac.
+A frame affects 4,757 samples on each side, so a window comes with ten extra frames on both sides
+(zoo/nn/dac.py). Source: transformers 5.23, models/dac.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from zoo.zonos.config import BOOKS, CODES, CodecConfig
 class Codebook(nn.Module):
     """One level: projections in and out, and the rows. The nearest row is the one with the smallest angle.
 
-    vector-quantize-pytorch's VectorQuantize finds rows by angle, too, but needs rows of length one. The published rows have
-    other lengths, which the next level and the decoder need.
+    vector-quantize-pytorch's VectorQuantize finds rows by angle, too, but needs rows of length one. The
+    published rows have other lengths, which the next level and the decoder need.
     """
 
     def __init__(self, config: CodecConfig):
@@ -50,7 +51,8 @@ class Codebook(nn.Module):
 
 
 class Codec(nn.Module):
-    """Decoder and encoder over the same codebooks, in the dtype of the weights. Call `prepare` once after loading them."""
+    """Decoder and encoder over the same codebooks, in the dtype of the weights. Call `prepare` once after
+    loading them."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()

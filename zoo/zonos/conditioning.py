@@ -1,13 +1,14 @@
-"""The prefix: what the model reads before the audio, one row of D values for each phoneme and for each condition.
+"""The prefix: what the model reads before the audio, one row of D values for each phoneme and for each
+condition.
 
     phonemes ─ embedding ─┐
     speaker  ─ linear ────┤
     emotion, fmax, pitch_std, speaking_rate ─ Fourier features ─┼─ linear ─ layer norm ─> rows [T + 8, D]
     language ─ embedding ─┘
 
-A row depends on its own value alone. So the rows of phonemes are a table, and both lanes of guidance and all requests with
-the same beginning share them. The second lane knows the phonemes only: each condition is replaced by a learned vector.
-Source: Zyphra/Zonos at bc40d98, conditioning.py.
+A row depends on its own value alone. So the rows of phonemes are a table, and both lanes of guidance and all
+requests with the same beginning share them. The second lane knows the phonemes only: each condition is
+replaced by a learned vector. Source: Zyphra/Zonos at bc40d98, conditioning.py.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Speaker(Known):
 
 
 class Fourier(Known):
-    """Numbers as cosines and sines of random multiples, in the dtype of the weight: in bf16 each step is rounded, as in
-    training. The multiples are in the file."""
+    """Numbers as cosines and sines of random multiples, in the dtype of the weight: in bf16 each step is
+    rounded, as in training. The multiples are in the file."""
 
     def __init__(self, condition: Condition, width: int):
         super().__init__(width)

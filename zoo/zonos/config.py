@@ -1,5 +1,5 @@
-"""config.json of the model and of the codec as frozen dataclasses. A key that is missing or out of range is an error that
-names it; unknown keys are ignored."""
+"""config.json of the model and of the codec as frozen dataclasses. A key that is missing or out of range is
+an error that names it; unknown keys are ignored."""
 
 from __future__ import annotations
 

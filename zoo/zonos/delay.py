@@ -1,5 +1,5 @@
-"""The delay pattern: codebook k runs k steps behind codebook 0, so that each code is drawn after the coarser codes of its
-frame are known.
+"""The delay pattern: codebook k runs k steps behind codebook 0, so that each code is drawn after the coarser
+codes of its frame are known.
 
     step        0    1    2   ...  8    9   ...  r    r+1  ...  r+7      r is the first step whose code 0 is E: speech has r frames
     codebook 0  c00  c10  c20      c80  c90      E    M         M
@@ -7,9 +7,9 @@ frame are known.
     ...                                                                  M mask, E end, . drawn, fed back, and dropped
     codebook 8  M    M    M        c08  c18      .    .         c(r-1)8  frame f is whole after step f + 8
 
-Behind a recording that the speech continues, the recording's last codes stand in the place of the masks. Each code is
-written to its frame on the tape: the delay is only a write address. At the limit of a request the model runs on until the
-last frame is whole, so that F frames of a long speech are the first F frames of it.
+Behind a recording that the speech continues, the recording's last codes stand in the place of the masks. Each
+code is written to its frame on the tape: the delay is only a write address. At the limit of a request the
+model runs on until the last frame is whole, so that F frames of a long speech are the first F frames of it.
 Source: Zyphra/Zonos at bc40d98, model.py and codebook_pattern.py.
 """
 
@@ -25,9 +25,10 @@ NEVER = 1 << 40  # a step that no speech reaches
 
 
 class DelayState(State):
-    """The state of a slot, with tensors added. row and previous [S+1, K]: the codes of the last two steps, with END and
-    MASK. ramp [S+1, K-1, K]: codes of the first steps that are known before, of codebook k in steps below k. end [S+1]: the
-    final number of frames, the cap until codebook 0 ends the speech earlier. ended_at [S+1]: the step in which it did."""
+    """The state of a slot, with tensors added. row and previous [S+1, K]: the codes of the last two steps,
+    with END and MASK. ramp [S+1, K-1, K]: codes of the first steps that are known before, of codebook k in
+    steps below k. end [S+1]: the final number of frames, the cap until codebook 0 ends the speech earlier.
+    ended_at [S+1]: the step in which it did."""
 
     row: Tensor
     previous: Tensor
@@ -79,8 +80,8 @@ class DelayState(State):
 
 
 def columns(codes: Tensor) -> Tensor:
-    """Return the codes [F, K] of a recording as the columns that the model reads [F + 1, K]: codebook k moves down
-    k + 1 rows."""
+    """Return the codes [F, K] of a recording as the columns that the model reads [F + 1, K]: codebook k moves
+    down k + 1 rows."""
     frames = len(codes)
     rows = torch.full((frames + 1, BOOKS), MASK, dtype=codes.dtype, device=codes.device)
     for k in range(BOOKS):

@@ -1,12 +1,12 @@
-"""Random checkpoints in the published layout, without trained weights. They serve tests, first tries and speed
-measurements.
+"""Random checkpoints in the published layout, without trained weights. They serve tests, first tries and
+speed measurements.
 
     write("demo", "tiny")    # three megabytes, runs anywhere
     write("mid", "mid")      # 160 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes, 4 GB
 
-A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in folders of their own, in
-fp32 whatever the model's dtype is.
+A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in folders of
+their own, in fp32 whatever the model's dtype is.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ SIZES = tuple(CONFIGS)
 # --- values -------------------------------------------------------------------------------------------------
 
 # (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing branch of
-# the network would go unnoticed.
+# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
+# missing branch of the network would go unnoticed.
 MODEL_RULES: tuple[Rule, ...] = (
     (r"norm\w*\.weight$", 1.0, 0.1, False),
     (r"\.bias$", 0.0, 0.1, False),
@@ -153,7 +153,8 @@ ENDS = 1.5  # times the deviation of another code, so that some speeches end aft
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int, rules: tuple[Rule, ...] = MODEL_RULES) -> np.ndarray:
-    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule
+    matches."""
     values = synthetic.fill(name, shape, f"zonos:{seed}", rules)
     if name == "heads.0.weight":
         values[END] *= ENDS
@@ -174,8 +175,8 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout and return its directory.
 
-    config: changes to config.json; codec: to the codec's. has_speaker: with the speaker encoder. Raises ValueError for an
-    unknown size, key or dtype, and if the directory is not empty.
+    config: changes to config.json; codec: to the codec's. has_speaker: with the speaker encoder. Raises
+    ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
     from zoo.checkpoint.loading import published
     from zoo.zonos import build, describe, weights
@@ -199,7 +200,8 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, codec: dict[str, Any] | None = None, **config: Any) -> Path:
-    """Write the JSON files of a checkpoint, without its tensors. Arguments and errors are those of `write`."""
+    """Write the JSON files of a checkpoint, without its tensors. Arguments and errors are those of
+    `write`."""
     directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content["config.json"], config, "config.json")
     change(content["codec"], codec or {}, f"{CODEC_FOLDER}/config.json")

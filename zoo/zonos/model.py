@@ -39,7 +39,8 @@ IDS = CODES + 1  # that the heads know: codes and the end
 
 
 class Block(nn.Module):
-    """Grouped-query attention over pages, then a gated MLP. Both are pre-norm, with a bias in the norms, and residual."""
+    """Grouped-query attention over pages, then a gated MLP. Both are pre-norm, with a bias in the norms, and
+    residual."""
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -77,8 +78,8 @@ class Backbone(nn.Module):
 
 
 class ZonosState(DelayState):
-    """Adds, for each slot: before [10, K], the last frames of the audio that the speech continues, at the end of the rows;
-    num_before, how many they are; and the sampling values."""
+    """Adds, for each slot: before [10, K], the last frames of the audio that the speech continues, at the end
+    of the rows; num_before, how many they are; and the sampling values."""
 
     before: Tensor
     num_before: Tensor
@@ -193,8 +194,8 @@ class Zonos(Family[ZonosState]):
         return merge(self.logits(h), state.cfg_scale[slots])
 
     def scores(self, state: ZonosState, slots: Tensor, h: Tensor) -> Tensor:
-        """Return the logits [B, K, V] for h [2 B, D]: guidance, then only codebook 0 may end, then the penalty. The first
-        step has neither of the last two."""
+        """Return the logits [B, K, V] for h [2 B, D]: guidance, then only codebook 0 may end, then the
+        penalty. The first step has neither of the last two."""
         logits = self.guided(state, slots, h)
         is_later = state.steps[slots] > 0
         book = torch.arange(BOOKS, device=slots.device)
@@ -214,8 +215,8 @@ class Zonos(Family[ZonosState]):
         state.step(slots, drawn.unflatten(0, (-1, BOOKS)))
 
     def render(self, state: ZonosState, view: View) -> tuple[Tensor, Tensor]:
-        """Render a window. The codec also reads ten frames on each side of it: from the tape, which ends after the last
-        ready frame, and from the audio that the speech continues."""
+        """Render a window. The codec also reads ten frames on each side of it: from the tape, which ends
+        after the last ready frame, and from the audio that the speech continues."""
         codes = state.window(view, CONTEXT, CONTEXT)  # [B, F + 20, K]
         at = view.start[:, None] + torch.arange(-CONTEXT, view.frames + CONTEXT, device=codes.device)
         earlier = state.before[view.slots[:, None], (at + CONTEXT).clamp(0, CONTEXT - 1)]

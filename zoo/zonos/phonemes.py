@@ -1,9 +1,10 @@
-"""Text to ids of phonemes: numbers in English words, then espeak-ng through phonemizer, then one id per character.
+"""Text to ids of phonemes: numbers in English words, then espeak-ng through phonemizer, then one id per
+character.
 
     "It's 7:45." ─ numbers ─> "It's seven:forty-five." ─ espeak-ng ─> "ɪts sˈɛvən:fˈɔːɹɾifˈaɪv." ─> 2 65 76 ... 7 3
 
-The packages are an extra, because phonemizer and espeak-ng are under the GPL. espeak-ng is not thread-safe, so one text is
-read at a time, in well under a millisecond. Source: Zyphra/Zonos at bc40d98, conditioning.py.
+The packages are an extra, because phonemizer and espeak-ng are under the GPL. espeak-ng is not thread-safe,
+so one text is read at a time, in well under a millisecond. Source: Zyphra/Zonos at bc40d98, conditioning.py.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SPOKEN = ("auto", *ALIASES, *(name for name in LANGUAGES if name not in UNSUPPOR
 
 
 def espeak_name(request: Request) -> str:
-    """Return espeak-ng's name of a request's language. Without a language, the script decides. Raises RequestError."""
+    """Return espeak-ng's name of a request's language. Without a language, the script decides. Raises
+    RequestError."""
     name = language_of(request)
     name = ALIASES.get(name, name)
     if name in UNSUPPORTED:
@@ -103,8 +105,8 @@ class Phonemizer:
 def delete_copies(library: Path) -> None:
     """Delete the copies of espeak-ng's library that this process has loaded.
 
-    phonemizer loads some from temporary directories, and deletes them when the process exits. A process that is killed
-    would leave them, and loaded code needs no file."""
+    phonemizer loads some from temporary directories, and deletes them when the process exits. A process that
+    is killed would leave them, and loaded code needs no file."""
     maps, temporary = Path("/proc/self/maps"), Path(tempfile.gettempdir()).resolve()
     lines = maps.read_text().splitlines() if maps.exists() else []
     for path in {Path(line.split(maxsplit=5)[-1]) for line in lines if "libespeak" in line}:

@@ -1,10 +1,12 @@
-"""Builds the prompt: the phonemes and the conditions that the model reads, then the audio that the speech continues.
+"""Builds the prompt: the phonemes and the conditions that the model reads, then the audio that the speech
+continues.
 
     begin phonemes… end  speaker emotion fmax pitch_std speaking_rate language  column 0  column 1 … P
     └─ both lanes ────┘  └─ the second lane reads learned vectors instead ───┘  └─ both lanes ───────┘
 
-Column 0 is all masks; the columns behind it are a recording of P frames. Both lanes are equally long. The phonemes of a
-recording's words stand before those of the text. Source: Zyphra/Zonos at bc40d98, model.py and conditioning.py.
+Column 0 is all masks; the columns behind it are a recording of P frames. Both lanes are equally long. The
+phonemes of a recording's words stand before those of the text. Source: Zyphra/Zonos at bc40d98, model.py and
+conditioning.py.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def _number(condition: Condition) -> Option:
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """A prompt as data: ids of phonemes, the value of each condition (None: unknown), and the codes of the audio to
-    continue [P, 9]."""
+    """A prompt as data: ids of phonemes, the value of each condition (None: unknown), and the codes of the
+    audio to continue [P, 9]."""
 
     ids: tuple[int, ...]
     conditions: dict[str, tuple[float, ...] | None]
@@ -85,14 +87,15 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises RequestError. A reference is encoded last, when all else is known to be right."""
+    """Request -> Script. Raises RequestError. A reference is encoded last, when all else is known to be
+    right."""
 
     def __init__(self, config: Config, phonemize: Phonemizer, cloner: Cloner):
         self.config, self.phonemize, self.cloner = config, phonemize, cloner
 
     def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
-        """values: the options, from `zoo.check.check`. said: what was spoken before in a voice that this text goes on
-        in."""
+        """values: the options, from `zoo.check.check`. said: what was spoken before in a voice that this text
+        goes on in."""
         language = espeak_name(request)
         given = {LANGUAGE: (float(LANGUAGES.index(language)),), "emotion": _emotions(values)}
         given |= {name: (values[name],) for name in DEFAULTS}

@@ -1,10 +1,11 @@
-"""Zonos by its own code, Zyphra/Zonos at bc40d98, as serving/tools/reference.py orders it: for `zoo bench --against
-reference` and `zoo parity`. It runs as a script in an environment of its own, which tests/parity/environments.sh builds.
+"""Zonos by its own code, Zyphra/Zonos at bc40d98, as serving/tools/reference.py orders it: for `zoo bench
+--against reference` and `zoo parity`. It runs as a script in an environment of its own, which
+tests/parity/environments.sh builds.
 
-What would be downloaded comes from the checkpoint's directory: transformers' DacModel and the speaker encoder. Packages for
-Japanese are replaced by empty ones. The reference decodes the codes of a continued recording together with those of the
-speech; here the recording is cut off, as `zoo` does. Its limit garbles the last eight columns, so it makes more columns than
-are asked for, and the first ones are kept.
+What would be downloaded comes from the checkpoint's directory: transformers' DacModel and the speaker
+encoder. Packages for Japanese are replaced by empty ones. The reference decodes the codes of a continued
+recording together with those of the speech; here the recording is cut off, as `zoo` does. Its limit garbles
+the last eight columns, so it makes more columns than are asked for, and the first ones are kept.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ class Model:
 
 
 def load_speaker(directory: Path | None) -> Any:
-    """Return the reference's speaker encoder, filled from a directory, as samples [C, N] and a rate -> voices [1, 128]. The
-    reference's class has one size; the files say which one is needed. None: the class's own, without values."""
+    """Return the reference's speaker encoder, filled from a directory, as samples [C, N] and a rate -> voices
+    [1, 128]. The reference's class has one size; the files say which one is needed. None: the class's own,
+    without values."""
     encoder = speaker_cloning.SpeakerEmbedding.__new__(speaker_cloning.SpeakerEmbedding)
     torch.nn.Module.__init__(encoder)
     encoder.device = "cpu"

@@ -2,9 +2,9 @@
 
     samples [1, N] ─ 16 kHz ─ log mel [1, 80, T] ─ ResNet of SimAM blocks ─ statistics, weighted by attention ─ linear ─ linear ─> [128]
 
-A SimAM block weights each position by how far it is from the mean of its channel, without parameters. The file gives the
-sizes: its names and shapes say how many blocks there are and how wide they are.
-Source: Zyphra/Zonos at bc40d98, speaker_cloning.py; SimAM: Yang et al. 2021.
+A SimAM block weights each position by how far it is from the mean of its channel, without parameters. The
+file gives the sizes: its names and shapes say how many blocks there are and how wide they are. Source:
+Zyphra/Zonos at bc40d98, speaker_cloning.py; SimAM: Yang et al. 2021.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ def resampler(rate_hz: int) -> Resample:
 
 
 def htk_filters() -> Tensor:
-    """Return mel filters [80, 257]: triangles of height 1, evenly spaced in HTK's mel, from 0 to 8000 Hz. They are computed
-    in fp32 as in the reference, because the logarithm of a quiet band shows the difference."""
+    """Return mel filters [80, 257]: triangles of height 1, evenly spaced in HTK's mel, from 0 to 8000 Hz.
+    They are computed in fp32 as in the reference, because the logarithm of a quiet band shows the
+    difference."""
     top = 2595 * math.log10(1 + RATE_HZ / 2 / 700)
     mel = torch.linspace(0, top, MELS + 2, dtype=torch.float32)
     edges = 700 * (10 ** (mel / 2595) - 1)
@@ -197,8 +198,8 @@ def table(net: nn.Module) -> dict[str, str]:
 
 
 def find(directory: Path, codec: Path) -> Path | None:
-    """Return the directory of the speaker encoder, or None: MODEL/FOLDER or MODEL/../FOLDER, or the Hub's copy if the
-    codec came from there, too. Raises ValueError if the Hub's copy cannot be fetched."""
+    """Return the directory of the speaker encoder, or None: MODEL/FOLDER or MODEL/../FOLDER, or the Hub's
+    copy if the codec came from there, too. Raises ValueError if the Hub's copy cannot be fetched."""
     from zoo.hub import local_directory
 
     for parent in (directory, directory.parent):

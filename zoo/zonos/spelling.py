@@ -1,6 +1,8 @@
-"""Numbers, amounts of money and ordinals as English words, as the reference's texts have them, whatever the language is.
+"""Numbers, amounts of money and ordinals as English words, as the reference's texts have them, whatever the
+language is.
 
-Source: Zyphra/Zonos at bc40d98, conditioning.py, which spells numbers by inflect 7; that package takes ten seconds to import.
+Source: Zyphra/Zonos at bc40d98, conditioning.py, which spells numbers by inflect 7; that package takes ten
+seconds to import.
 """
 
 from __future__ import annotations

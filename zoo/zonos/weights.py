@@ -1,4 +1,5 @@
-"""The tables from published tensor names to ours (see zoo.checkpoint.loading), and what changes on the way."""
+"""The tables from published tensor names to ours (see zoo.checkpoint.loading), and what changes on the
+way."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def _both(theirs: str, ours: str) -> dict[str, str]:
 class Rearranged:
     """Change the published order of rows to ours: (name, tensor) -> tensor.
 
-    The reference rotates neighbours (2 i, 2 i + 1); our leaf rotates halves (i, i + dim / 2). Both give the same products of
-    queries and keys if the rows of each head are reordered alike. In the MLP the reference has the gate second.
+    The reference rotates neighbours (2 i, 2 i + 1); our leaf rotates halves (i, i + dim / 2). Both give the
+    same products of queries and keys if the rows of each head are reordered alike. In the MLP the reference
+    has the gate second.
     """
 
     def __init__(self, config: Config):

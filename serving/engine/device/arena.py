@@ -40,8 +40,8 @@ def chunk_bytes(family: Family[Any]) -> int:
 
 
 def common_page_bytes(families: Sequence[Family[Any]]) -> int:
-    """The size of a page that suits all: PAGE_TOKENS of the largest positions, or a part of a chunk of a past,
-    rounded up to whole rows of every family.
+    """The size of a page that suits all: PAGE_TOKENS of the largest positions, or a part of a chunk of a
+    past, rounded up to whole rows of every family.
 
     The others get as many of their positions into a page as fit, so less than one position of a page is left
     over, at most a 16th of it.

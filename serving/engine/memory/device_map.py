@@ -1,7 +1,8 @@
 """Which layers of a model lie on its GPU, on other GPUs, or on the host (`--device-map`).
 
-Only the layers that `hidden` calls can lie elsewhere, because each runs once per launch, whole. accelerate deals them
-out, in order, to what the first device has left after all other memory, then to the other GPUs, then to the host.
+Only the layers that `hidden` calls can lie elsewhere, because each runs once per launch, whole. accelerate
+deals them out, in order, to what the first device has left after all other memory, then to the other GPUs,
+then to the host.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ AUTO, BALANCED = "auto", "balanced"
 
 
 def layers(family: Family[Any]) -> dict[str, nn.Module]:
-    """Return the layers of a family on `meta` that can lie elsewhere, by name, in the order in which they run: the
-    elements of lists that `hidden` calls."""
+    """Return the layers of a family on `meta` that can lie elsewhere, by name, in the order in which they
+    run: the elements of lists that `hidden` calls."""
     names = {
         f"{name}.{i}": layer
         for name, part in family.named_modules()
@@ -51,9 +52,10 @@ def layers(family: Family[Any]) -> dict[str, nn.Module]:
 def device_map(how: str, family: Family[Any], plan: MemoryPlan, room: Mapping[str, int]) -> dict[str, str]:
     """Return the layers that lie elsewhere -> their devices.
 
-    how: "auto" fills one device after the other, "balanced" gives the GPUs equal parts; else a JSON file of such a
-    mapping. family: on `meta`. plan: its memory. room: the bytes of each device, first the one that runs the model;
-    the last is the host. Raises ValueError for a file that cannot be read, and if the layers do not fit.
+    how: "auto" fills one device after the other, "balanced" gives the GPUs equal parts; else a JSON file of
+    such a mapping. family: on `meta`. plan: its memory. room: the bytes of each device, first the one that
+    runs the model; the last is the host. Raises ValueError for a file that cannot be read, and if the layers
+    do not fit.
     """
     movable = layers(family)
     if how not in (AUTO, BALANCED):

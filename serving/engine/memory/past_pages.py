@@ -1,5 +1,5 @@
-"""The pages of a renderer's past: a stream takes those of a chunk as its frames reach it, and shares the chunks
-of its prompt with streams of the same voice.
+"""The pages of a renderer's past: a stream takes those of a chunk as its frames reach it, and shares the
+chunks of its prompt with streams of the same voice.
 
     room in frames     |-- chunk --|-- chunk --|-- chunk --|
     stream             | prompt's frames    | frames on the tape ...

@@ -50,8 +50,8 @@ class RenderTimes:
         return 1 if self.is_flat else GPU_RENDERS_IN_FLIGHT
 
     def joined(self, renders: list[Render]) -> list[Render]:
-        """Return the launches of an iteration. Where few rows take nearly as long as all, small windows ride in
-        the largest launch if that takes less time. Reproducible windows keep their shape."""
+        """Return the launches of an iteration. Where few rows take nearly as long as all, small windows ride
+        in the largest launch if that takes less time. Reproducible windows keep their shape."""
         if not self.is_flat:
             return renders
 

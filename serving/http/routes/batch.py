@@ -141,8 +141,8 @@ class Batch:
         return msgspec.json.encode(BatchResult(index=index, error=log_refused(error, **facts)))
 
     async def when_there_is_room(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of `work`. While the server is too busy for it, wait and try again, for as long as
-        other items are spoken. Raises its errors."""
+        """Return the result of `work`. While the server is too busy for it, wait and try again, for as long
+        as other items are spoken. Raises its errors."""
         while True:
             try:
                 return await work()

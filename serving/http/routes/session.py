@@ -49,7 +49,7 @@ def offered(scope: Scope) -> list[str]:
 
 
 def chosen(subprotocols: list[str]) -> str | None:
-    """Return one of the offered subprotocols: a browser closes the connection if the server chooses none. The key
-    goes back to its sender only if nothing else is offered."""
+    """Return one of the offered subprotocols: a browser closes the connection if the server chooses none. The
+    key goes back to its sender only if nothing else is offered."""
     possible = [name for name in subprotocols if not name.startswith(KEY)] or subprotocols
     return SUBPROTOCOL if SUBPROTOCOL in possible else next(iter(possible), None)

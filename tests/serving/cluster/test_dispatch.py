@@ -56,7 +56,8 @@ class DyingWhenFed(FakeEngine):
 
 @asynccontextmanager
 async def cluster(directory, *engines):
-    """Run a dispatcher with a replica for each engine: a, b, ... in the order of their names if all are free."""
+    """Run a dispatcher with a replica for each engine: a, b, ... in the order of their names if all are
+    free."""
 
     @asynccontextmanager
     async def choose(ask):

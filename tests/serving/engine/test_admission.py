@@ -1,5 +1,5 @@
-"""Who is let in: what is learned of turns and lengths, what is predicted of it, and what comes of that under load. All on a
-virtual clock."""
+"""Who is let in: what is learned of turns and lengths, what is predicted of it, and what comes of that under
+load. All on a virtual clock."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_costs_are_remembered_while_the_load_does_not_change():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_iterations_leave_other_estimates_unchanged(seed):
-    """All slots taken, for thousands of turns, and times that stray: what was learned once became a hundred times too much,
-    and everybody was refused."""
+    """All slots taken, for thousands of turns, and times that stray: what was learned once became a hundred
+    times too much, and everybody was refused."""
     chance, costs = np.random.default_rng(seed), Costs()
     for turn in range(4000):
         slots = 8 if turn // 1000 % 2 == 0 else int(chance.integers(6, 9))
@@ -245,8 +245,8 @@ def play(simulation: Simulation, seed: int, speed: float) -> Heard:
 
 
 def test_a_fast_listener_counts_as_often_as_its_speed():
-    """Eight streams are made in time. Next to a listener who plays three times as fast there are five others, and the
-    estimate of all eight stays."""
+    """Eight streams are made in time. Next to a listener who plays three times as fast there are five others,
+    and the estimate of all eight stays."""
     slow = Cost(
         step_s=lambda slots: 0.004 + 0.007 * slots,
         render_s=lambda rows, frames: 0.0005 + 2e-5 * rows * frames,
@@ -292,8 +292,8 @@ def test_costs_follow_from_launches_that_were_timed():
 
 @pytest.mark.parametrize("is_made", [True, False])
 def test_a_request_that_would_be_heard_far_too_late_by_now_is_refused(is_made):
-    """Launches become ten times as slow once twelve requests were accepted. The ones at the end of the line are told
-    so before they were heard, and then the others are heard in time."""
+    """Launches become ten times as slow once twelve requests were accepted. The ones at the end of the line
+    are told so before they were heard, and then the others are heard in time."""
     times = 1.0
     cost = Cost(step_s=lambda slots: times * COST.step_s(slots), render_s=COST.render_s)
     simulation = Simulation(Voice(guard=1.0), cost, settings={"max_slots": 2, "max_ttfa_s": 10.0})
@@ -363,8 +363,8 @@ def test_a_line_is_walked_once_an_iteration(monkeypatch):
 
 
 def test_a_session_that_waits_for_text_takes_the_place_of_nobody():
-    """Two may speak at once. Two sessions have played all of their audio, so two listeners are heard at once, and then
-    the sessions speak on."""
+    """Two may speak at once. Two sessions have played all of their audio, so two listeners are heard at once,
+    and then the sessions speak on."""
     slow = Cost(step_s=lambda slots: 0.01 + 0.025 * slots, render_s=lambda rows, frames: 0.0)
     simulation = Simulation(Voice(guard=1.0), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
     assert simulation.model.forecaster.max_concurrency([]) == 2
@@ -398,8 +398,8 @@ def test_a_request_whose_prompt_fails_leaves_the_line():
 
 
 def test_a_frame_of_seven_steps_needs_seven_iterations():
-    """Of iterations that take a tenth of a frame, a model of one step per frame can make many streams at once, and a
-    model of seven steps per frame fewer."""
+    """Of iterations that take a tenth of a frame, a model of one step per frame can make many streams at
+    once, and a model of seven steps per frame fewer."""
     slow, fast = (
         Forecaster(8, frame_s=0.08, first_iterations=steps, is_timed=True, steps=steps) for steps in (7, 1)
     )

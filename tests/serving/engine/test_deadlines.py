@@ -87,14 +87,16 @@ def test_windows_of_one_size_predict_that_size():
 
 
 def test_a_listener_out_of_slack_goes_before_a_first_window():
-    """The first window of 31 frames would take 0.29 s with its turn, and a listener's own 0.25, twice: another may have begun."""
+    """The first window of 31 frames would take 0.29 s with its turn, and a listener's own 0.25, twice:
+    another may have begun."""
     assert one({"left_s": 0.8, "pending": 25}, first()) == (1, MOST)
     assert one({"left_s": 0.75, "pending": 25}, first()) == (0, 25)
     assert one({"left_s": 0.75, "pending": 25, "plays": False}, first()) == (1, MOST)
 
 
 def test_windows_with_earlier_deadlines_reduce_the_slack():
-    """Each of three alone has time for a first window; together the last has not, and the first of them begins."""
+    """Each of three alone has time for a first window; together the last has not, and the first of them
+    begins."""
     three = [{"left_s": left_s, "pending": 25} for left_s in (1.1, 1.0, 0.9)]
     assert one(three[0], first()) == (1, MOST)
     assert one(*three, first()) == (2, 25)
@@ -222,7 +224,8 @@ def grid_voice() -> Voice:
 
 
 def asked(policy: str, arrivals: list[tuple[float, int, int]], cost: Cost = SLOW) -> list[Heard]:
-    """arrivals: when, bytes of a text, which set where the grid begins, and frames. Behind some whom the engine has learned from."""
+    """arrivals: when, bytes of a text, which set where the grid begins, and frames. Behind some whom the
+    engine has learned from."""
     simulation = Simulation(
         grid_voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 600.0, "policy": policy}
     )

@@ -82,7 +82,8 @@ def test_without_a_gpu_a_device_map_is_refused():
 
 
 def test_weights_are_read_to_where_their_layer_lies():
-    """To `meta` here, so that a layer can be told from the others. The depth model has layers of these names too."""
+    """To `meta` here, so that a layer can be told from the others. The depth model has layers of these names
+    too."""
     path = directory("qwen3_tts", "tiny")
     with placing(shapes(), {"talker.layers.1": "meta"}):
         model = zoo.load(path, "cpu", "float32")

@@ -1,4 +1,5 @@
-"""Requests that nobody waits for, beside those that somebody does, and the order of prompts. On a virtual clock."""
+"""Requests that nobody waits for, beside those that somebody does, and the order of prompts. On a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def scheduler(policy: Policy, num_slots: int = 4) -> Scheduler:
 
 
 def turns_until_filled(order: Scheduler, newcomers: int) -> list[int]:
-    """A long prompt in slot 0, and a short one in slot 1 every turn -> in which turns positions of the long one are
-    filled."""
+    """A long prompt in slot 0, and a short one in slot 1 every turn -> in which turns positions of the long
+    one are filled."""
     order.open(0, 3000)
     filled = []
     for turn in range(newcomers):

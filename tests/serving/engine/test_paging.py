@@ -69,7 +69,8 @@ def test_three_long_texts_do_not_fill_an_arena_that_has_room_for_their_speech():
 
 
 def test_longer_speeches_grow_and_pauses_are_inaudible():
-    """Four speeches of which the arena holds three: they are far ahead of their listeners by the time that it is full."""
+    """Four speeches of which the arena holds three: they are far ahead of their listeners by the time that it
+    is full."""
     room = simulation(pages=4 * 20 + 3)
     room.model.forecaster.lengths.record(40, 20)
     listeners = [room.submit(text(40, seed, max_frames=400)) for seed in range(4)]
@@ -218,8 +219,8 @@ FLEXIBLE = Listener(is_flexible=True)
 
 @pytest.mark.parametrize("text_bytes", [400, 40])
 def test_flexible_requests_give_up_their_pages_for_listeners(text_bytes):
-    """Whether the engine expects the speech to be as long as it is, and reserves its pages, or shorter, so that the
-    listeners grow: they hear the same as without the flexible requests."""
+    """Whether the engine expects the speech to be as long as it is, and reserves its pages, or shorter, so
+    that the listeners grow: they hear the same as without the flexible requests."""
     ttfa_s, pauses = {}, {}
     for num_flexible in (0, 4):
         room = simulation(pages=65, slots=8, swap_memory_bytes=400 * PAGE_TOKENS * token_bytes(Voice()))

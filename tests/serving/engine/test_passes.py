@@ -1,4 +1,5 @@
-"""Answers of several passes, long text, text that arrives while the model speaks, and turns of a conversation."""
+"""Answers of several passes, long text, text that arrives while the model speaks, and turns of a
+conversation."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_a_next_pass_goes_before_waiting_requests():
 
 
 def long_texts(num: int, max_ttfa_s: float | None, slower: float = 1.0, **more) -> list[Heard]:
-    """Texts of 29 s in five passes on as many slots; from second 8 on launches take `slower` times as long."""
+    """Texts of 29 s in five passes on as many slots; from second 8 on launches take `slower` times as
+    long."""
     voice = Voice(guard=1.0)
     voice.spec = replace(voice.spec, piece_s=6.0)
     times = 1.0

@@ -1,4 +1,5 @@
-"""Two models where a launch returns when it is done: whose round comes when. The real engine on a virtual clock."""
+"""Two models where a launch returns when it is done: whose round comes when. The real engine on a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ BUSY = Cost(
 
 
 class Two:
-    """A quick model and a busy one on one processor. Requests come when it is their time, in the middle of a turn too."""
+    """A quick model and a busy one on one processor. Requests come when it is their time, in the middle of a
+    turn too."""
 
     def __init__(self, quick: Cost = QUICK, busy: Cost = BUSY, policy: str = "streaming"):
         self.clock = Clock()
@@ -109,8 +111,8 @@ busy_ones = st.lists(
 @EXAMPLES
 @given(busy_ones, st.integers(1, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
 def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens, gaps):
-    """Whoever speaks there, comes there, and fills long prompts there: first audio takes what its own prompt, step and window
-    take, and what is left of the launches under way, a prompt and a step at most."""
+    """Whoever speaks there, comes there, and fills long prompts there: first audio takes what its own prompt,
+    step and window take, and what is left of the launches under way, a prompt and a step at most."""
     begins_s, at_s = 0.0, []
     for gap_s in gaps:
         begins_s += gap_s
@@ -138,7 +140,8 @@ def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens
     )
 )
 def test_two_models_with_short_iterations_cause_no_gap(arrivals):
-    """Whatever falls into the rounds of both takes half of a frame at most; who is left out for a while is back in time."""
+    """Whatever falls into the rounds of both takes half of a frame at most; who is left out for a while is
+    back in time."""
     worst_s = FRAME_S / 4
     cost = Cost(
         step_s=lambda slots: 0.6 * worst_s,
@@ -153,7 +156,8 @@ def test_two_models_with_short_iterations_cause_no_gap(arrivals):
 
 
 def test_a_model_whose_listeners_have_time_lets_others_begin():
-    """A long prompt there takes eight turns: here nobody takes a step until somebody would run dry, and nobody does."""
+    """A long prompt there takes eight turns: here nobody takes a step until somebody would run dry, and
+    nobody does."""
     two = Two()
     speakers = [two.ask("busy", 10, 200) for _ in range(3)]
     for _ in range(60):
@@ -210,8 +214,8 @@ def test_other_policies_give_every_model_a_round_in_order(policy):
     st.sampled_from([0.0, 0.02]),
 )
 def test_a_cancel_during_a_round_leaves_nothing_behind(asked, prefill_s):
-    """Between any two launches, whatever was to be rendered or filled for it then; also where turns are long, and prompts seem to
-    take no time."""
+    """Between any two launches, whatever was to be rendered or filled for it then; also where turns are long,
+    and prompts seem to take no time."""
     long = Cost(lambda slots: 0.04, lambda tokens: prefill_s, lambda rows, frames: 0.01)
     two = Two(busy=long)
     arrivals = [(at_s, model, tokens, frames) for at_s, model, tokens, frames, _ in asked]

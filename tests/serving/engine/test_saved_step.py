@@ -1,4 +1,5 @@
-"""What one server compiled, any other of the same models finds: whatever its slots, its memory, and who is beside it."""
+"""What one server compiled, any other of the same models finds: whatever its slots, its memory, and who is
+beside it."""
 
 from __future__ import annotations
 

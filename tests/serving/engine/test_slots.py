@@ -1,4 +1,5 @@
-"""The scheduler: slots that come and go, the playback clock, text that arrives, and the cost of an iteration."""
+"""The scheduler: slots that come and go, the playback clock, text that arrives, and the cost of an
+iteration."""
 
 from __future__ import annotations
 

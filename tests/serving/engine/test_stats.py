@@ -1,4 +1,5 @@
-"""The engine's prediction of first audio by the number of open requests, which routing among replicas uses."""
+"""The engine's prediction of first audio by the number of open requests, which routing among replicas
+uses."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
-"""What holds whatever comes: nobody starves, bounds are kept, deadlines are met where they can be, and every request ends, once.
-The real engine on a virtual clock, and requests of all kinds: plain, metered, flexible, fast, that leave, that do not read."""
+"""What holds whatever comes: nobody starves, bounds are kept, deadlines are met where they can be, and every
+request ends, once. The real engine on a virtual clock, and requests of all kinds: plain, metered, flexible,
+fast, that leave, that do not read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ MAX_WAITING = 6
 
 @dataclass
 class Asked:
-    """A request, and how its listener behaves. leaves_s: after so long; reads: 0 for who takes nothing, 1 for all at once."""
+    """A request, and how its listener behaves. leaves_s: after so long; reads: 0 for who takes nothing, 1 for
+    all at once."""
 
     at_s: float
     size: int  # of its prompt
@@ -163,8 +165,8 @@ class Room:
 @settings(EXAMPLES, max_examples=40)
 @given(st.lists(asked, min_size=1, max_size=25), rooms)
 def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
-    """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of the line and what
-    is promised are kept after every turn."""
+    """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of
+    the line and what is promised are kept after every turn."""
     max_ttfa_s = room["max_ttfa_s"]
     room = Room(**room)
     engine, model, pages = room.engine, room.model, room.engine.pages
@@ -231,8 +233,9 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
     ),
 )
 def test_short_iterations_cause_no_gap(slots, is_async, arrivals):
-    """A load that is feasible by construction: whatever falls into a turn (a step of all slots, all the prompt positions that
-    there may be, a window of the largest shape for each) takes a third of a frame at most, and most of that whatever it is."""
+    """A load that is feasible by construction: whatever falls into a turn (a step of all slots, all the
+    prompt positions that there may be, a window of the largest shape for each) takes a third of a frame at
+    most, and most of that whatever it is."""
     worst_s = FRAME_S / 3
     cost = Cost(
         step_s=lambda count: 0.05 * worst_s * count / slots,
@@ -258,7 +261,8 @@ def test_short_iterations_cause_no_gap(slots, is_async, arrivals):
     st.lists(st.tuples(st.floats(0, 6), st.integers(1, 40), st.integers(1, 30)), max_size=60),
 )
 def test_a_large_request_at_the_head_is_skipped_a_bounded_number_of_times(pages, slots, small):
-    """It needs nearly all pages, and small ones keep coming: MAX_SKIPS of them go before it, and it is next."""
+    """It needs nearly all pages, and small ones keep coming: MAX_SKIPS of them go before it, and it is
+    next."""
     room = Room(slots, pages, 0, "streaming", False, None, guard=2.0)
     room.engine.limits.max_waiting = 100
     positions = (pages - 2) * PAGE_TOKENS
@@ -273,8 +277,8 @@ def test_a_large_request_at_the_head_is_skipped_a_bounded_number_of_times(pages,
 
 
 def test_an_urgent_listener_does_not_wait_for_the_windows_of_others():
-    """Where a launch returns when it is done, a window is given before the next one of the same turn is made, and is on its
-    way by then."""
+    """Where a launch returns when it is done, a window is given before the next one of the same turn is made,
+    and is on its way by then."""
     room, rendered, given, turns = Room(6, 2000, 0, "streaming", False, None), [], [], []
     render, flush = room.model.runner.render, []
 
@@ -307,7 +311,8 @@ def test_an_urgent_listener_does_not_wait_for_the_windows_of_others():
 
 
 def test_first_audio_lasts_until_the_next_window_if_iterations_are_long(monkeypatch):
-    """A turn takes most of a frame, and one that fills a prompt takes longer than a frame: who was given one frame ran dry."""
+    """A turn takes most of a frame, and one that fills a prompt takes longer than a frame: who was given one
+    frame ran dry."""
     cost = Cost(
         step_s=lambda slots: 0.042 + 0.001 * slots,
         prefill_s=lambda tokens: 0.03,
@@ -328,7 +333,8 @@ def test_first_audio_lasts_until_the_next_window_if_iterations_are_long(monkeypa
 
 
 def slow(jitter: Callable[[], float] = lambda: 1.0) -> Cost:
-    """Of a model whose turn takes most of a frame on two cores, as it was measured; jitter: what a launch takes more, times."""
+    """Of a model whose turn takes most of a frame on two cores, as it was measured; jitter: what a launch
+    takes more, times."""
     return Cost(
         step_s=lambda slots: jitter() * (0.0258 + 0.0019 * slots),
         prefill_s=lambda tokens: jitter() * 0.012,
@@ -364,7 +370,8 @@ def asked_at(simulation: Simulation, arrivals: list[tuple[float, int]]) -> list[
     st.lists(st.tuples(st.floats(0, 4), st.integers(5, 60)), min_size=1, max_size=12),
 )
 def test_newcomers_cause_no_gap_if_an_iteration_takes_most_of_a_frame(slots, arrivals):
-    """Up to four who speak, whoever comes whenever: a turn of four takes two thirds of a frame, and with newcomers more than one."""
+    """Up to four who speak, whoever comes whenever: a turn of four takes two thirds of a frame, and with
+    newcomers more than one."""
     heard = asked_at(begun(slow(), slots), arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
     assert max(one.late_s for one in heard) <= 1e-9
@@ -417,8 +424,8 @@ def test_prompts_wait_while_a_listener_would_run_dry(monkeypatch):
 
 
 def test_batched_windows_leave_time_for_more_streams(monkeypatch):
-    """Most of the machine is asked for: with a launch for each listener newcomers wait longer. A window alone takes 20 ms, each
-    other row of it 9, as it was measured."""
+    """Most of the machine is asked for: with a launch for each listener newcomers wait longer. A window alone
+    takes 20 ms, each other row of it 9, as it was measured."""
     facts = []
     cost = replace(
         slow(uneven(1)), render_s=lambda rows, frames: 0.011 + (0.004 if frames == 1 else 0.009) * rows
@@ -441,8 +448,8 @@ def test_batched_windows_leave_time_for_more_streams(monkeypatch):
 
 
 def test_stale_estimates_are_tried(monkeypatch):
-    """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is not seen again unless
-    somebody tries, while who speaks has audio in hand."""
+    """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is
+    not seen again unless somebody tries, while who speaks has audio in hand."""
     waited = []
     for turns in (10**9, admission.STALE_ITERATIONS):
         monkeypatch.setattr(admission, "STALE_ITERATIONS", turns)

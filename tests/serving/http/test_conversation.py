@@ -1,4 +1,5 @@
-"""Requests over HTTP that continue a conversation: the engine gets its name, and models say whether they can."""
+"""Requests over HTTP that continue a conversation: the engine gets its name, and models say whether they
+can."""
 
 import msgspec
 import pytest

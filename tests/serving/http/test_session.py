@@ -879,8 +879,8 @@ def test_a_text_without_a_sentence_end_is_cut_at_a_clause():
 
 
 def test_a_client_that_leaves_within_the_handshake_is_disconnected():
-    """The connection is closing before the server has accepted it. Otherwise the session would run, and uvicorn
-    would log an error when it ends."""
+    """The connection is closing before the server has accepted it. Otherwise the session would run, and
+    uvicorn would log an error when it ends."""
     early = object.__new__(listener.Socket)
     early.transport = SimpleNamespace(is_closing=lambda: True)
     early.handshake_complete = False

@@ -1,4 +1,5 @@
-"""Loading Chatterbox: sizes from shapes, the published numbers of tensors, and errors for damaged directories."""
+"""Loading Chatterbox: sizes from shapes, the published numbers of tensors, and errors for damaged
+directories."""
 
 from __future__ import annotations
 

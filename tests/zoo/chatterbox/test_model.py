@@ -67,7 +67,8 @@ def one(*values: float) -> Tensor:
 
 
 def test_min_p_comes_before_top_p():
-    """The last id has less than a tenth of the first one's share. Without it the second one lies beyond top-p."""
+    """The last id has less than a tenth of the first one's share. Without it the second one lies beyond
+    top-p."""
     logits = torch.log(one(0.6, 0.35, 0.05))[None]
     noise = one(0.0, 5.0, 9.0)[None]
     seen = torch.zeros(1, 3, dtype=torch.bool)

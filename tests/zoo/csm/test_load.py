@@ -1,4 +1,5 @@
-"""Loading CSM: two published layouts, strict tables, copies that must agree, and a codec that may lie elsewhere."""
+"""Loading CSM: two published layouts, strict tables, copies that must agree, and a codec that may lie
+elsewhere."""
 
 from __future__ import annotations
 

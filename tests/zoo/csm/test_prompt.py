@@ -102,7 +102,8 @@ def test_a_later_piece_goes_on_in_the_first_ones_voice():
 
 
 def test_a_conversation_goes_on_from_its_own_codes():
-    """The next prompt holds what was said, with the frames that were generated, and no clip is encoded for it."""
+    """The next prompt holds what was said, with the frames that were generated, and no clip is encoded for
+    it."""
     ours = family("csm")
     first = zoo.generate(ours, Request(text="One two.", conversation="talk", max_frames=3))
     encoded = ours.writer.cloner.references.num_encoded

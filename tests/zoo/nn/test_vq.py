@@ -60,8 +60,8 @@ def test_split_vq_equals_two_residual_quantizers(used):
 
 @torch.no_grad()
 def test_the_quantizer_of_higgs_finds_the_nearest_rows():
-    """Each level has projections in and out. vector-quantize-pytorch finds the rows by the definition, and leaves the
-    remainder to the next level."""
+    """Each level has projections in and out. vector-quantize-pytorch finds the rows by the definition, and
+    leaves the remainder to the next level."""
     torch.manual_seed(0)
     ours = Quantizer(family("higgs_v3").config.codec)
     for parameter in ours.parameters():

@@ -93,7 +93,8 @@ def test_valid_only_leaves_one_place_and_the_end_between_frames():
 
 
 def window(decoder, codes: Tensor, start: int, frames: int, context: int = 3, seed: int | None = 7) -> Tensor:
-    """Frames start .. start + frames of a tape [F, 7]; beyond `context` frames the decoder is given other codes."""
+    """Frames start .. start + frames of a tape [F, 7]; beyond `context` frames the decoder is given other
+    codes."""
     at = torch.arange(start - 3, start + frames + 3)
     is_near = (at >= start - context) & (at < start + frames + context) & (at >= 0) & (at < len(codes))
     other = torch.randint(4096, (len(at), 7), generator=torch.Generator().manual_seed(9))
@@ -174,7 +175,8 @@ def test_a_bare_config_with_the_published_vocabulary_is_claimed(tmp_path):
 
 
 def test_the_published_ids_follow_from_the_published_vocabulary(tmp_path):
-    """Source: canopyai/Orpheus-TTS, orpheus_tts/engine_class.py: the ids around a prompt, and the first code."""
+    """Source: canopyai/Orpheus-TTS, orpheus_tts/engine_class.py: the ids around a prompt, and the first
+    code."""
     path = demo.write_texts(tmp_path / "model-pretrain", vocab_size=VOCABULARY)
     config = Config.read(json.loads((path / "config.json").read_text()))
     write = PromptWriter(config, path, lambda clip: torch.tensor([[0, 1, 2, 3, 4, 5, 4095]]))

@@ -182,7 +182,8 @@ def test_encoder_is_causal(codec):
 
 
 def test_encoder_reads_the_whole_past_or_a_window(codec):
-    """The codes are the same up to the length of the window (10 positions, two per frame) and differ later."""
+    """The codes are the same up to the length of the window (10 positions, two per frame) and differ
+    later."""
     torch.manual_seed(5)
     audio = torch.randn(1, 40 * 1920)
     windowed = Encoder(codec.encoder.config, 24_000)

@@ -1,4 +1,5 @@
-"""The delay pattern of Zonos: which codes are known, to which frames a step's codes go, and where speech ends."""
+"""The delay pattern of Zonos: which codes are known, to which frames a step's codes go, and where speech
+ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HiFT with the older source of sines: a frame's pitch holds for all of its samples, and the phases of all harmonics
-but the first begin anywhere.
+"""HiFT with the older source of sines: a frame's pitch holds for all of its samples, and the phases of all
+harmonics but the first begin anywhere.
 
 Source: chatterbox-tts 0.1.7, models/s3gen/hifigan.py, SineGen; THUDM/GLM-4-Voice at eb00ce9,
 cosyvoice/hifigan/generator.py.
@@ -20,10 +20,12 @@ class Vocoder(hift.Vocoder):
     """HiFT whose source holds the pitch of a frame."""
 
     def source(self, f0: Tensor, place: Place, phase: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source [B, W * mel_samples] between the middles of the first and the last frame, and phases.
+        """Return the source [B, W * mel_samples] between the middles of the first and the last frame, and
+        phases.
 
         f0 [B, W + 1]; phase [B, H]: fp64, in turns, where the first of these frames begins; noise [B, W + 1,
-        mel_samples, H]. The phases [B, W + 2, H] are those where each frame begins, and where the last one ends.
+        mel_samples, H]. The phases [B, W + 2, H] are those where each frame begins, and where the last one
+        ends.
         """
         config, size = self.config, self.config.mel_samples
         harmonic = torch.arange(1, config.harmonics + 1, device=f0.device)

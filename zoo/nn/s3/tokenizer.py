@@ -108,7 +108,7 @@ class S3Tokenizer(nn.Module):
         cos, sin = rope_table(torch.arange(x.shape[1], device=x.device), HEAD_DIM, ROPE_THETA, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        # [B, F, DIGITS] of 0, 1, 2; the first digit counts ones. FSQ of vector-quantize-pytorch scales tanh by 1.001
-        # or by 1, so one digit in a thousand becomes another.
+        # [B, F, DIGITS] of 0, 1, 2; the first digit counts ones. FSQ of vector-quantize-pytorch scales tanh
+        # by 1.001 or by 1, so one digit in a thousand becomes another.
         digits = (self.digits(x).tanh() * SCALE).round().long() + 1
         return (digits * BASE ** torch.arange(DIGITS, device=x.device)).sum(-1)
