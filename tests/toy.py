@@ -32,7 +32,7 @@ HEADS, WIDTH = 4, 16
 FRAME_SAMPLES = 4
 HUM = KV(num_layers=2, num_heads=2, head_dim=8)
 TURN = 1 << 15  # one turn of the oscillator, in steps of its phase
-NULL = (7,) * 38  # the unconditional prompt of the second lane; it fills more than two pages
+NULL = tuple(b"n" * 38)  # the unconditional prompt of the second lane; it fills more than two pages
 
 
 class ToyState(State):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.protocol import Listener
-from zoo.contract import Family, Prompt
+from zoo.contract import Family, Prompt, Spec
+from zoo.text.pieces import odd_length
 
 NO_AUDIO = (
     "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
@@ -39,8 +40,8 @@ class Worker(Protocol):
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None: ...
     def consume(self, job: Job, frames: int) -> None: ...
     def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
-    def num_to_resume(self, job: Job) -> int: ...
-    def num_to_admit(self, job: Job) -> int: ...
+    def needed_to_resume(self, job: Job) -> list[int]: ...
+    def needed_to_admit(self, job: Job) -> list[int]: ...
     def buffered_s(self, job: Job) -> float: ...
     def needs_pages(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
     def has_use_for_pages(self, job: Job) -> bool: ...
@@ -193,6 +194,17 @@ class Job:
         self.deliver(Audio(np.zeros(num_samples, np.float32), 0))
         self.past.num_samples += num_samples
         self.past.num_reported = self.past.num_samples
+
+    def end_pass(self, spec: Spec) -> Literal["short", "long"] | None:
+        """Note whether a pass that is over was cut. Return whether its speech is far too short or long."""
+        is_cut = self.pass_frames >= self.prompt.max_frames
+        if spec.answers:  # one token a step, of text or audio
+            is_cut |= self.pass_frames + self.text_tokens >= self.prompt.max_steps
+        self.past.was_cut |= is_cut
+        if not self.prompt.expected_s:
+            return None
+        odd = odd_length(self.pass_frames / spec.frame_rate_hz, self.prompt.expected_s)
+        return None if is_cut and odd == "short" else odd
 
     def next_pass(self, prompt: Prompt) -> None:
         """Go on with the next pass: this one is spoken."""

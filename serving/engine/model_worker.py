@@ -39,7 +39,6 @@ from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.tenants import Tenants
 from zoo.contract import Family, Prompt
 from zoo.request import RequestError
-from zoo.text.pieces import odd_length
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class ModelWorker:
         enough."""
         if self.pages.pages.free <= job.pages.too_few:
             return False
-        skips = self.pages.take(job, self._needed(job))
+        skips = self.pages.take(job, self.needed_to_admit(job))
         if skips is None:
             job.pages.too_few = self.pages.pages.free
             return False
@@ -175,7 +174,7 @@ class ModelWorker:
         job.pages.drop()
         job.pages.committed = self.num_pages(job.prompt)
         self.tenants.renew(job.slot)
-        skips = self.pages.take(job, self._needed(job))
+        skips = self.pages.take(job, self.needed_to_admit(job))
         if skips is None and self.settings.grows:
             first_frames = self.scheduler.shapes.first_frames
             skips = self.pages.take(job, self.pages.num_needed(job.prompt, first_frames))
@@ -189,13 +188,9 @@ class ModelWorker:
         self.scheduler.slots.lacks_pages[job.slot] = not has_pages
         return has_pages
 
-    def _needed(self, job: Job) -> list[int]:
-        """Return the pages of each lane with which a job begins."""
+    def needed_to_admit(self, job: Job) -> list[int]:
+        """Return the pages with which a job begins, as of `SlotPages.num_needed`. Some may be shared."""
         return self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
-
-    def num_to_admit(self, job: Job) -> int:
-        """Return the pages with which a job begins; fewer if some are shared."""
-        return sum(self._needed(job))
 
     def _begin(self, job: Job, skips: list[int], begin: Callable[..., None]) -> None:
         begin(
@@ -302,14 +297,11 @@ class ModelWorker:
 
     def needs_pages(self, job: Job, is_flexible_time: bool | None = None) -> bool:
         """Return whether a paused job could go on if it had pages: take steps, or have frames rendered."""
-        return self.may_step(job, is_flexible_time) or self._waits_to_render(job)
+        return self.may_step(job, is_flexible_time) or self.scheduler.waits_to_render(job.slot)
 
     def has_use_for_pages(self, job: Job) -> bool:
         """Return whether a paused job may come to need pages."""
-        return not self.is_done(job.slot) or self._waits_to_render(job)
-
-    def _waits_to_render(self, job: Job) -> bool:
-        return bool(self.scheduler.waits_to_render(job.slot))
+        return not self.is_done(job.slot) or self.scheduler.waits_to_render(job.slot)
 
     def buffered_s(self, job: Job) -> float:
         """Return the audio that a job's listener has not played yet."""
@@ -320,18 +312,15 @@ class ModelWorker:
         self.pages.save(job)
         self.scheduler.slots.lacks_pages[job.slot] = True
 
-    def _needed_to_resume(self, job: Job) -> list[int]:
+    def needed_to_resume(self, job: Job) -> list[int]:
+        """Return the pages without which a paused job cannot go on, as of `SlotPages.num_needed`."""
         if self.settings.grows:
             return self.pages.needed_to_resume(job, int(self._frames_ahead(np.array([job.slot]))[0]))
         return self.pages.num_needed(job.prompt)
 
-    def num_to_resume(self, job: Job) -> int:
-        """Return the pages without which a paused job cannot go on."""
-        return sum(self._needed_to_resume(job))
-
     def resume(self, job: Job) -> bool:
         """Return whether there were enough pages for a paused job."""
-        is_back = self.pages.restore(job, self._needed_to_resume(job))
+        is_back = self.pages.restore(job, self.needed_to_resume(job))
         if is_back:
             self.scheduler.slots.lacks_pages[job.slot] = False
         return is_back
@@ -358,9 +347,7 @@ class ModelWorker:
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
-        over.
-        """
+        """Let the conversation's next turn find what a pass that is over has generated in the KV cache."""
         if job.pages.saved is not None:
             return  # its pages are others'
         keys = (*job.prompt.lanes[0].prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
@@ -369,15 +356,9 @@ class ModelWorker:
 
     def record_pass(self, job: Job) -> None:
         """Count a pass that is over if its speech is of a length that its text can hardly have."""
-        is_cut = job.pass_frames >= job.prompt.max_frames
-        if self.family.spec.answers:  # one token a step, of text or audio
-            is_cut |= job.pass_frames + job.text_tokens >= job.prompt.max_steps
-        job.past.was_cut |= is_cut
-        if not job.prompt.expected_s:
-            return
-        odd = odd_length(job.pass_frames / self.family.spec.frame_rate_hz, job.prompt.expected_s)
+        odd = job.end_pass(self.family.spec)
         self.counters.num_long += odd == "long"
-        self.counters.num_short += odd == "short" and not is_cut
+        self.counters.num_short += odd == "short"
 
 
 def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) -> Scheduler:

@@ -92,7 +92,7 @@ class Paging:
         if not self.max_saved or job.listener.is_flexible:
             return False
         others = [other for other in self._holders() if not other.model.may_step(other) or is_flexible(other)]
-        return self._pause_until(job.model.num_to_admit(job), others)
+        return self._pause_until(sum(job.model.needed_to_admit(job)), others)
 
     def _paused(self) -> list[Job]:
         """Return the paused jobs that are to speak on."""
@@ -106,7 +106,7 @@ class Paging:
     def _resume(self, job: Job) -> bool:
         """Return whether a paused job has its pages again, if need be those of others, or has failed."""
         others = [other for other in self._holders() if gives_way(other, job)] if self.max_saved else []
-        if not self._pause_until(job.model.num_to_resume(job), others):
+        if not self._pause_until(sum(job.model.needed_to_resume(job)), others):
             return False
         try:
             return job.model.resume(job)

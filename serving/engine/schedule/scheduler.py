@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -82,24 +83,13 @@ class Scheduler:
         skip: int | Sequence[int] = 0,
         *,
         listener: Listener = Listener(),  # noqa: B008, it is frozen
-        grid_offset: int = 0,
-        steps: int | None = None,
-        expected_frames: float = 0.0,
-        is_final: bool = True,
+        **first_pass: Any,
     ) -> None:
         """Put a request into a slot, and begin its first pass."""
         assert not self.slots.is_occupied[slot], f"slot {slot} is opened, but it is in use"
         self.past_underruns += int(self.slots.listener.num_underruns[slot])
         self.slots.listener.open(slot, listener, self.timing.frame_s)
-        self.begin_pass(
-            slot,
-            prompt_tokens,
-            skip,
-            grid_offset=grid_offset,
-            steps=steps,
-            expected_frames=expected_frames,
-            is_final=is_final,
-        )
+        self.begin_pass(slot, prompt_tokens, skip, **first_pass)
 
     def begin_pass(
         self,

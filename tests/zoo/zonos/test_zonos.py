@@ -82,7 +82,7 @@ def test_a_killed_process_leaves_no_copy_of_the_library(tmp_path, monkeypatch):
 def test_without_phonemizer_one_line_names_the_extra(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        ValueError, match=r"Zonos reads phonemes, .* is not installed: pip install 'speechzoo\[phonemes\]'"
+        ValueError, match=r"Zonos reads phonemes, .* is not installed: pip install -e '.\[phonemes\]'"
     ):
         zoo.load(directory("zonos", "tiny"), "cpu")
 
