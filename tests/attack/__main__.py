@@ -51,11 +51,13 @@ def main(names: list[str]) -> int:
         return 2
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="zoo-attack-") as directory:
-        for name in names or ATTACKS:
-            began = time.monotonic()
-            rows += ATTACKS[name](Path(directory))
-            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print(table(rows))
+        try:
+            for name in names or ATTACKS:
+                began = time.monotonic()
+                rows += ATTACKS[name](Path(directory))
+                print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        finally:
+            print(table(rows) if rows else "nothing was tried")
     return int(any(row.failed for row in rows))
 
 

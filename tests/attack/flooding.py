@@ -123,7 +123,7 @@ def upload(target: Target) -> None:
     """Upload the other client's voice and speak in it once."""
     sample = {"audio_sample": ("other.flac", silence(5, 16000))}
     answer = target.http.post("/v1/audio/voices", data={"name": "other"}, files=sample)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code in (200, 409), answer.text  # an earlier attack may have left it
     answer = target.speak(voice="other")
     assert answer.status_code == 200, answer.text
 
