@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from zoo.glm4_voice.config import FlowConfig
 from zoo.nn.cfm import sinusoid
 from zoo.nn.linear import FusedLinear
+from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.sizes import MELS
 
 KERNEL, GROUPS = 3, 8
@@ -126,7 +127,7 @@ class Estimator(nn.Module):
     @torch.no_grad()
     def prepare(self, times: Tensor) -> None:
         """Embed the solver's times [steps]."""
-        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(self.time1.weight.dtype)
+        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(dtype_of(self.time1))
         time = F.mish(self.time2(F.silu(self.time1(time))))
         stages = (*self.downs, *self.middle, *self.ups)
         shifts = torch.stack([stage.resnet.time(time) for stage in stages], 1)

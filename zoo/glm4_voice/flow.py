@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from zoo.glm4_voice.config import FlowConfig, mel_frames
 from zoo.glm4_voice.estimator import Estimator, GroupNorm
 from zoo.nn.cfm import cosine_times
+from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.encoder import EMBED_EPS, ConformerLayer, Embed, relative_table
 from zoo.nn.s3.sizes import MELS
 from zoo.nn.s3.stretch import Whole
@@ -127,7 +128,7 @@ class Flow(nn.Module):
         """Return the noise [B, MELS, T] that the reference draws for num [B] frames: a matrix [MELS, num]."""
         row = torch.arange(MELS, device=at.device)[:, None]
         index = row * num[:, None, None] + at  # [B, MELS, T]
-        return self.noise[index.clamp(max=len(self.noise) - 1)].to(self.output.weight.dtype)
+        return self.noise[index.clamp(max=len(self.noise) - 1)].to(dtype_of(self.output))
 
     def advance(self, x: Tensor, pairs: Tensor, mask: Tensor, shifts: Tensor, stride: Tensor) -> Tensor:
         """Take a step of the solver of size stride []: x [B, MELS, T] -> [B, MELS, T].

@@ -68,7 +68,7 @@ class VoiceState(State):
 
     def __init__(self, family: Glm4Voice, slots: int, max_frames: int):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
-        dtype = family.flow.output.weight.dtype
+        dtype = dtype_of(family.flow.output)
         self.add("token", dtype=torch.int64)
         self.add("last_step", dtype=torch.int64)
         self.add("temperature")
