@@ -83,6 +83,8 @@ def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         for argument, names in part.any_size:
             first, *rest = argument.split(".")
+            if rest and not hasattr(given[first], rest[0]):
+                continue
             tensor = reduce(getattr, rest, given[first])
             for dim, name in enumerate(names):
                 if name:

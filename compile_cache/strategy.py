@@ -24,7 +24,7 @@ class Part:
 
     any_size: the arguments whose axes can have any size, with a name for each of their first axes and "" for
     an axis of fixed size: (("x", ("batch", "frames")), ...). Equal names mean equal sizes. A dot names an
-    attribute of an argument: "seen.index".
+    attribute of an argument: "seen.index". It is left out where the argument is of a type without it.
     """
 
     place: str

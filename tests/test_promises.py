@@ -252,6 +252,7 @@ def at_most(window: Window, frames: int) -> int:
     return min(max(frames // window.grid, 1) * window.grid, window.sizes[-1])
 
 
+@torch.inference_mode()
 def render_in(
     family: Family, state: State, slots: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> list[Tensor]:

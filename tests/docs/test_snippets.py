@@ -65,6 +65,7 @@ def place(tmp_path):
         (commands / name).write_text(f"#!/bin/sh\nexec {line}\n")
         (commands / name).chmod(0o755)
     (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "examples").symlink_to(ROOT / "examples")
     soundfile.write(tmp_path / "here" / "anna.wav", NOISE, RATE_HZ)
     return tmp_path
 

@@ -186,7 +186,7 @@ BAD = [
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
     (
         ["say", "Hello.", "-m", ".", "-o", "out.wma"],
-        "must end in one of: .wav, .mp3, .opus, .ogg, .aac, .flac, .pcm",
+        "must end in one of: .wav, .mp3, .opus, .ogg, .webm, .aac, .m4a, .flac, .pcm",
     ),
     (
         ["say", "Hello.", "-m", ".", "--reference", "/no/such.wav"],

@@ -33,7 +33,8 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str]) -> int:
     options = parsed(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first one
+        signal.signal(number, signal.default_int_handler)
     duration_s = 3600 * options.hours + 60 * options.minutes
     models = options.models or (list(MODELS) if duration_s >= SHORT_S else list(SHORT_FORM))
     run = Run(Plan(options.seed, duration_s))

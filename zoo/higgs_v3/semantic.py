@@ -37,7 +37,7 @@ class Hubert(Deferred):
                 conv_stride=list(c.conv_strides),
                 num_conv_pos_embeddings=c.position_kernel,
                 num_conv_pos_embedding_groups=c.position_groups,
-                layer_norm_eps=c.eps,
+                layer_norm_eps=float(c.eps),  # the package refuses an integer
                 mask_time_prob=0.0,  # masks are for training
             )
         )

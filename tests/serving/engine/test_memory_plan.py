@@ -100,10 +100,11 @@ def test_encoding_the_longest_reference_is_in_the_plan(name, size):
 
 @pytest.mark.parametrize("name", ["higgs_v3", "csm", "zonos", "chatterbox"])
 def test_the_plan_counts_what_encoding_takes(name):
-    """On tensors without memory as on those of a CPU, but for values that the host looks up."""
+    """On tensors without memory as on those of a CPU, but for values that the host looks up. What a package of
+    others takes differs by more in a tiny model."""
     counted, taken = (_encoder_bytes(made, 4.0) for made in (shapes(name), family(name)))
     assert taken > 4 * 4.0 * family(name).spec.sample_rate_hz
-    assert counted == pytest.approx(taken, rel=0.1)
+    assert counted == pytest.approx(taken, rel=0.15)
 
 
 def test_a_model_without_references_needs_no_memory_for_encoders():

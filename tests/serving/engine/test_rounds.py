@@ -109,7 +109,7 @@ busy_ones = st.lists(
 
 
 @EXAMPLES
-@given(busy_ones, st.integers(1, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
+@given(busy_ones, st.integers(2, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
 def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens, gaps):
     """Whoever speaks there, comes there, and fills long prompts there: first audio takes what its own prompt,
     step and window take, and what is left of the launches under way, a prompt and a step at most."""

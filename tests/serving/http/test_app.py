@@ -481,6 +481,7 @@ def test_the_schema_describes_what_is_served(server):
     schema = server.http.get("/schema/openapi.json").json()
     paths = {
         "/v1/audio/speech",
+        "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model_id}",
         "/v1/audio/models",
