@@ -111,14 +111,30 @@ def readers_that_stop(target: Target) -> Row:
         )
         client.sendall(head + content)
     began = time.monotonic()
-    until(lambda: len(ends(target)) == NUM_DEAF, 200)
-    took_s = time.monotonic() - began
+    until(lambda: len(ends(target)) + num_refused(clients) == NUM_DEAF, 200)
+    took_s, refused = time.monotonic() - began, num_refused(clients)
     for client in clients:
         client.close()
     short = [audio_s for reason, audio_s in ends(target) if reason == "stop" and audio_s < HELD_S]
     left = [audio_s for reason, audio_s in ends(target) if reason == "cancelled"]
-    seen = f"{len(left)} disconnected within {took_s:.0f} s, {len(short)} fit into the system's buffers"
-    return Row(f"{NUM_DEAF} readers that stop", NUM_DEAF, NUM_DEAF - len(left) - len(short), seen)
+    seen = (
+        f"{refused} refused, {len(left)} disconnected within {took_s:.0f} s, {len(short)} fit into the system's "
+        "buffers"
+    )
+    return Row(f"{NUM_DEAF} readers that stop", NUM_DEAF, NUM_DEAF - refused - len(left) - len(short), seen)
+
+
+def num_refused(clients: list[socket.socket]) -> int:
+    """Return how many clients were told that the server is full."""
+    return sum(beginning(client) == b"HTTP/1.1 503" for client in clients)
+
+
+def beginning(client: socket.socket) -> bytes:
+    """Return the first bytes that a client has received, which it reads later."""
+    try:
+        return client.recv(12, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:  # nothing has come, or the connection is gone
+        return b""
 
 
 def ends(target: Target) -> list[tuple[str, float]]:

@@ -110,9 +110,9 @@ def bodies_that_do_not_arrive(target: Target) -> Row:
     time.sleep(1)
     sample = {"audio_sample": ("a.flac", silence(59, 48000, "WAV"))}
     upload = httpx.post(
-        f"{target.url}/v1/audio/voices", data={"name": "other"}, files=sample, headers=OTHER, timeout=60
+        f"{target.url}/v1/audio/voices", data={"name": "waiting"}, files=sample, headers=OTHER, timeout=60
     )
-    content = iter([json.dumps({"input": "Hello.", "voice": "other", "max_new_tokens": 2}).encode()])
+    content = iter([json.dumps({"input": "Hello.", "voice": "waiting", "max_new_tokens": 2}).encode()])
     small = target.http.post("/v1/audio/speech", content=content)
     for client in clients:
         client.close()
