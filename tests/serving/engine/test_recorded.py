@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
 from torch import Tensor
 
 import zoo
-from compile_cache.graphs import Launch
+from compile_cache.graphs import Graphs, Launch
 from serving import protocol
 from serving.engine import model_worker
+from serving.engine.device import warmup
 from serving.engine.device.staging import REPRODUCIBLE_ROWS
 from serving.engine.engine import Engine
 from serving.engine.schedule import render_times
@@ -42,11 +44,27 @@ def on_gpu(name: str) -> Family[Any]:
 EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
+def test_a_warm_up_times_each_launch_once(monkeypatch):
+    """Admission and rendering ask for the same launches."""
+    run, launched = Graphs.run, Counter[Any]()
+
+    def counted(graphs: Graphs, key: Any, launch: Launch) -> tuple[Tensor, ...]:
+        launched[key] += 1
+        return run(graphs, key, launch)
+
+    monkeypatch.setattr(Graphs, "run", counted)
+    with masquerade():
+        Engine(on_gpu("toy"), max_slots=4, compile=False, clock=Clock()).warm(lambda *_: None)
+    assert {key[0] for key in launched} == {"step", "prefill", "render"}
+    assert set(launched.values()) == {warmup.TIMED_LAUNCHES}
+
+
 @pytest.mark.parametrize("under_way", [1, GPU_RENDERS_IN_FLIGHT])
 @pytest.mark.parametrize("name", EACH)
 def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way, monkeypatch):
     for module in (model_worker, render_times):
         monkeypatch.setattr(module, "GPU_RENDERS_IN_FLIGHT", under_way)
+    monkeypatch.setattr(warmup, "TIMED_LAUNCHES", 1)  # replays of a pretended GPU are slow
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
     num = NUM_REQUESTS or (60 if name in TOYS else 8)
