@@ -11,6 +11,7 @@ import typer
 from serving.cli import serve as serve
 from serving.cli import say as say
 from serving.cli import batch as batch
+from serving.cli import audiobook as audiobook
 from serving.cli import tools as tools
 from serving.cli import load as load
 from serving.cli import wyoming as wyoming

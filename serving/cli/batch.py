@@ -31,7 +31,7 @@ from zoo.hub import resolved
 if TYPE_CHECKING:
     from serving.engine.engine import Engine
     from serving.protocol import AudioClip
-    from serving.tools.batch import Tally
+    from serving.tools.batch import Item, Results, Tally
 
 
 @dataclass(frozen=True)
@@ -96,37 +96,55 @@ def batch(
     from serving.tools import batch as tool
 
     items = tool.read_items(lines, defaults_of(asked))
+    results = tool.Results(out)
+    with results.held():
+        tally = made(items, results, form, model, running, options, lines.absolute().parent)
+    print(f"{out}: {summary(tally)}")
+    return 130 if tally.is_interrupted else int(tally.failed > 0)
+
+
+def made(
+    items: list[Item],
+    results: Results,
+    form: str,
+    model: str,
+    running: EngineFlags,
+    options: list[str],
+    base: Path,
+) -> Tally:
+    """Make the files of items that are not there yet. base: where relative paths of recordings start.
+    Raises ValueError."""
+    from serving.tools import batch as tool
+
     directory = resolved(model)
-    base = lines.absolute().parent
     common: list[object] = [directory, running.dtype, form, options]
     if running.weights != "published":
         common.append(running.weights)
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
-    results = tool.Results(out)
-    tally = tool.Tally()
-    with results.held():
-        done = results.finished({item.id for item in items}, digests, f".{form}")
-        for item in items:
-            if item.error is not None:
-                tally.failed += 1
-                result = {"id": item.id, "line": item.line, "error": item.error}
-                results.add(result)
-                tell(result)
-        wanted = [item for item in items if item.error is None and item.id not in done]
-        tally.found = len(done)
-        if wanted:
-            with progress_bar(str(out)) as advance:
-                report = partial(advance_past, len(items), advance)
-                engine = opened(directory, running, advance)
-                [worker] = engine.models.values()
-                of_model = dict(parsed_option(option, worker.family.spec) for option in options)
-                clip = partial(recording_at, base)
-                tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
+    done = results.finished({item.id for item in items}, digests, f".{form}")
+    tally = tool.Tally(found=len(done))
+    for item in items:
+        if item.error is not None:
+            tally.failed += 1
+            result = {"id": item.id, "line": item.line, "error": item.error}
+            results.add(result)
+            tell(result)
+    wanted = [item for item in items if item.error is None and item.id not in done]
+    if wanted:
+        with progress_bar(str(results.directory)) as advance:
+            report = partial(advance_past, len(items), advance)
+            engine = opened(directory, running, advance)
+            [worker] = engine.models.values()
+            of_model = dict(parsed_option(option, worker.family.spec) for option in options)
+            clip = partial(recording_at, base)
+            tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
+    return tally
+
+
+def summary(tally: Tally) -> str:
     pace = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
-    made = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace})"
     end = ", interrupted" if tally.is_interrupted else ""
-    print(f"{out}: {made}, {tally.found} found, {tally.failed} failed{end}")
-    return 130 if tally.is_interrupted else int(tally.failed > 0)
+    return f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} found, {tally.failed} failed{end}"
 
 
 def defaults_of(asked: RequestFlags) -> dict[str, Any]:

@@ -25,6 +25,7 @@ COMMANDS = (
     "serve",
     "say",
     "batch",
+    "audiobook",
     "voices",
     "inspect",
     "load",

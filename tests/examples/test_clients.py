@@ -9,7 +9,6 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import av
 import httpx
 import numpy as np
 import pytest
@@ -17,21 +16,9 @@ import soundfile
 from metrics import outcomes
 from served import serving
 
-from examples import audiobook, batch, live_llm, speaking, voice_agent
+from examples import batch, live_llm, speaking, voice_agent
 
 pytestmark = pytest.mark.slow
-BOOK = """Before it begins.
-
-# The sea
-
-The *old man* told a [story](http://x.y).
-
----
-
-## The door
-
-She opened the door.
-"""
 RATE_HZ = 24000
 
 
@@ -109,48 +96,6 @@ def test_sentences_come_when_the_next_one_begins():
         "Yes",
     ]
     assert collected([]) == [] and collected([" "]) == []
-
-
-def test_a_book_has_chapter_marks(tmp_path, url, monkeypatch, capsys):
-    (tmp_path / "book.md").write_text(BOOK)
-    for name in ("book.m4b", "book.mka"):
-        given = [tmp_path / "book.md", tmp_path / name, "--server", url, "--voice", "slt"]
-        run(audiobook.main, monkeypatch, *given)
-        told = capsys.readouterr().err
-        assert told.count(" s\n") == (
-            3 if name == "book.m4b" else 0
-        )  # the second time, the chapters exist already
-        files = sorted((tmp_path / "book.chapters").glob("*.flac"))
-        with av.open(tmp_path / name) as book:
-            marks = book.chapters()
-            assert [mark["metadata"]["title"] for mark in marks] == ["Beginning", "The sea", "The door"]
-            samples = sum(frame.samples for frame in book.decode(audio=0))
-            for mark, file in zip(marks, files, strict=True):
-                long_s = float((mark["end"] - mark["start"]) * mark["time_base"])
-                assert long_s == pytest.approx(soundfile.info(file).duration + audiobook.PAUSE_S, abs=0.01)
-            whole_s = sum(soundfile.info(file).duration + audiobook.PAUSE_S for file in files)
-            assert samples / 48_000 == pytest.approx(whole_s, abs=0.1)
-
-
-def test_a_book_is_read_without_its_layout():
-    assert audiobook.chapters(BOOK) == [
-        ("Beginning", "Before it begins."),
-        ("The sea", "The old man told a story."),
-        ("The door", "She opened the door."),
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["\n\n".join(["word " * 500] * 9), "A sentence. " * 2000, "字" * 13_000, "这是一句话。" * 3000, "short"],
-    ids=["paragraphs", "sentences", "no end", "chinese", "short"],
-)
-def test_pieces_of_a_chapter_join_to_its_text(text):
-    found = list(audiobook.pieces(text))
-    assert "".join(found) == text and max(map(len, found)) <= audiobook.PIECE_CHARS
-    assert len(found) <= len(text) // audiobook.PIECE_CHARS + 2
-    if "。" in text:
-        assert all(piece.endswith("。") for piece in found)
 
 
 def test_an_answer_is_spoken_while_it_is_written(tmp_path, url, services, monkeypatch, capsys):
