@@ -21,6 +21,7 @@ from zoo.checkpoint.loading import Shape, published
 from zoo.csm import build, demo, model, survey, weights
 from zoo.csm.layouts import Checkpoint
 from zoo.nn import mimi_encoder
+from zoo.nn.conv import CodecState
 from zoo.request import AudioClip, Reference, Request
 
 HERE = Path(__file__).parent / "csm"
@@ -119,8 +120,9 @@ def test_the_codec_equals_the_reference(frames):
     """The tiny window is 5 frames."""
     expected, decoder = found("codec"), family("csm").decoder
     codes = expected[f"decode_{frames}.codes"].long()[None]
-    start, count = torch.zeros(1, dtype=torch.int64), torch.tensor([frames])
-    samples, _ = decoder(codes, torch.zeros(1, decoder.state_size), start, count)
+    rows = torch.zeros(1, decoder.state_size)
+    state = CodecState(decoder.layout, rows, frames, torch.tensor([frames]))
+    samples = decoder(codes, torch.zeros(1, dtype=torch.int64), state)
     torch.testing.assert_close(
         samples[0, :: 1 if frames < 3 else 7], expected[f"decode_{frames}.samples"], **CLOSE
     )

@@ -86,20 +86,19 @@ class Decoder(nn.Module):
         """Precompute the tensors that depend only on the weights."""
         self.quantizer.prepare()
 
-    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] and the next rows.
+    def forward(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
+        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples].
 
-        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
-        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
-        others. Codes that the codec does not have, which the LM can draw, become its last one.
+        start [B]: frames decoded in earlier calls. state: of these streams, zeros for a new one, and how many
+        of the F frames are valid; ignore the samples of the others. Codes that the codec does not have, which
+        the LM can draw, become its last one.
         """
-        state = CodecState(self.layout, rows, codes.shape[1], count)
         x = self.quantizer.decode(codes.clamp(max=self.config.codebook_size - 1))
         x = self._transform(self.upsample(x, state).mT, RESAMPLE * start, state).mT
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        return self.tail(F.elu(x), state).squeeze(1), state.next()
+        return self.tail(F.elu(x), state).squeeze(1)
 
     def _transform(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """x [B, N, D], at positions from `start` [B] of the stream -> [B, N, D]"""

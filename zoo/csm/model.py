@@ -23,6 +23,7 @@ from zoo.csm.mimi import Decoder
 from zoo.csm.prompt import PromptWriter, keys
 from zoo.csm.strategy import STRATEGY
 from zoo.nn import mimi_encoder
+from zoo.nn.conv import slots_state
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Stack
 from zoo.nn.narrow import dtype_of
@@ -165,7 +166,8 @@ class Csm(Family[CsmState]):
         state.take(slots, frame)
 
     def render(self, state: CsmState, view: View) -> tuple[Tensor, Tensor]:
-        codes = state.window(view)
-        samples, after = self.decoder(codes, state.codec_state[view.slots], view.start, view.count)
-        state.codec_state[view.slots] = after
+        rows, slots = state.codec_state, view.slots
+        past = slots_state(self.decoder.layout, rows, slots, view.frames, view.count)
+        samples = self.decoder(state.window(view), view.start, past)
+        past.store(rows, slots)
         return samples.float(), view.count * self.spec.frame_samples

@@ -13,6 +13,7 @@ from zoo.nn.conv import (
     StateLayout,
     is_short,
     reach,
+    slots_state,
 )
 
 FRAMES, PER_FRAME = 13, 2
@@ -190,6 +191,50 @@ def test_the_input_before_the_padding_is_kept(dim):
     whole = state.extend(layer, x.transpose(dim, 2))
     assert whole.flatten(1).tolist() == [[-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
     assert state.next().tolist() == [[-2, -1, 0], [0, 1, 2], [6, 7, 8]]
+
+
+class Mixed(nn.Module):
+    """Layers of both kinds of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = CausalConv1d(3, 4, 7)
+        self.rows = Stateful(4, 5, dim=1)
+        self.up = CausalConvTranspose1d(4, 2, 8, 4)
+        self.layout = StateLayout(self)
+
+    def forward(self, x, state):
+        whole = state.extend(self.rows, self.conv(x, state).mT)
+        return whole, self.up(whole[:, 5:].mT, state)
+
+
+def test_slots_change_their_rows_in_place():
+    """On a CPU. The bytes are those of rows that are copied out and back, and other slots keep theirs."""
+    torch.manual_seed(0)
+    module, slots, count = filled(Mixed()), torch.tensor([3, 0]), torch.tensor([5, 2])
+    rows = torch.randn(5, module.layout.size, dtype=torch.float64)
+    copied = rows.clone()
+    for _ in range(3):
+        x = torch.randn(2, 3, 5, dtype=torch.float64)
+        ours, theirs = (
+            slots_state(module.layout, rows, slots, 5, count),
+            CodecState(module.layout, copied[slots], 5, count),
+        )
+        for one, other in zip(module(x, ours), module(x, theirs), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(ours.next(), theirs.next())
+        ours.store(rows, slots)
+        theirs.store(copied, slots)
+        assert torch.equal(rows, copied)
+
+
+def test_slots_whose_layers_did_not_all_run_are_refused():
+    module, _, x = pair()
+    rows, slots = torch.zeros(3, module.layout.size, dtype=torch.float64), torch.tensor([0, 2])
+    state = slots_state(module.layout, rows, slots, 5, torch.tensor([5, 2]))
+    module.right(x, state)
+    with pytest.raises(AssertionError, match=r"layers \['left'\] did not run"):
+        state.store(rows, slots)
 
 
 def test_how_far_convolutions_look_back():
