@@ -197,8 +197,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(
             description="the name of a conversation, 1 to 256 characters, for models with `shares_turns`: the next "
-            "request with this name continues behind the speech of this one; every client that knows the name "
-            "can continue it"
+            "request with this name continues behind the speech of this one; every client of the server that "
+            "knows the name can continue it"
         ),
     ] = None
     max_new_tokens: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import time
 from collections.abc import Mapping
@@ -132,6 +133,13 @@ class Server:
             message = f"model {model.id!r} answers conversations, it does not speak texts: use POST {CHAT}"
             raise refusal(400, message, "model", "wrong_route")
         return model, [warning for warning in warnings if warning is not None]
+
+    def name_of_conversation(self, given: str | None) -> str | None:
+        """Return the name by which engines and gateways know a client's conversation. With an API key it
+        follows from both: servers with other keys, which may share the replicas, cannot continue it."""
+        if given is None or self.api_key is None:
+            return given
+        return hmac.digest(self.api_key.encode(), given.encode(), "sha256").hex()
 
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
         """Return the voice of a request for its model. Raises the refusal."""

@@ -73,6 +73,7 @@ class Speech:
         self.given_id = given_id
         self.warnings = (*warnings, *voice.warnings)
         self.fields = request.for_engine()
+        self.fields.conversation = server.name_of_conversation(request.conversation)
         self.is_sse = request.stream_format == "sse"
         try:
             self.encoder = encode.Encoder(
