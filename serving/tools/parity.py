@@ -163,15 +163,19 @@ def follow_steps(
         with kernels.plain():
             plain.step(state, batches.step())
         launch_step(worker)
+        worker.scheduler.report(np.array([job.slot]), state.ready[:1].cpu().numpy(), np.array([False]))
         gaps.append(gap(state, served, job.slot, first))
     served.take_row(job.slot, state)
     return gaps
 
 
 def launch_step(worker: ModelWorker) -> None:
-    """Launch until the worker has taken a step; the first launches may only prefill."""
+    """Launch until the worker has taken a step; the first launches may only prefill. A job that has filled
+    its pages gets more, as in the engine's loop."""
     taken = len(worker.round.launches)
     while len(worker.round.launches) == taken:
+        for job in worker.short_jobs():
+            assert worker.grow(job), f"{worker.num_pages(job.prompt)} pages for a single request are too many"
         worker.round.launch()
 
 

@@ -76,6 +76,14 @@ def greedy(frames: int) -> Request:
     return Request(text="hello", voice="vivian", temperature=0.0, max_frames=frames)
 
 
+def test_a_speech_that_outgrows_its_pages_gets_more():
+    """Without them, its later steps would read and write a page that is nobody's."""
+    plain, served = family("voxcpm2"), zoo.load(tiny("voxcpm2"), "cpu", "float32")
+    run = followed(plain, served, Request(text="Hi.", max_frames=60, options={"cfg_scale": 1.0}))
+    assert run["steps"] == 60 and run["largest_frame_difference"] < 1e-5
+    assert run["equal_s"] == run["expected_s"]
+
+
 def test_a_form_that_speaks_other_codes_is_detected():
     """The wrong form errs from its first step on, but each step starts from the state of the right form."""
     wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
