@@ -80,6 +80,12 @@ def test_a_context_that_fills_all_positions_is_refused():
     refused("leaves room for 0 frames", references=(Reference(long, "Hm."), Reference(long, "Hm.")))
 
 
+def test_the_cap_follows_from_the_text_and_not_from_a_number_of_frames():
+    """transformers ends after 125 frames."""
+    short, long = (family("csm").prompt(Request(text="word " * words)).max_frames for words in (1, 40))
+    assert 125 < short < long
+
+
 def test_pages_are_shared_by_what_was_said_not_by_how_long_it_is():
     """Frames of two clips of equal length have equal keys where their codes are equal, and nowhere else."""
     asked = [Request(text="a", references=(Reference(clip(i), "Hm."),)) for i in (0, 0, 1)]

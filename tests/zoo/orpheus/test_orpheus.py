@@ -7,10 +7,11 @@ import shutil
 
 import pytest
 import torch
-from models import directory, family
+from models import Clock, Listener, directory, family
 from torch import Tensor
 
 import zoo
+from serving.engine.engine import Engine
 from zoo.nn import llama_vocabulary
 from zoo.orpheus import demo
 from zoo.orpheus.config import Config, find_codec
@@ -124,6 +125,30 @@ def test_three_frames_on_both_sides_are_needed():
     exact = window(decoder, codes, 0, 19)[8 * samples : 9 * samples]
     assert (window(decoder, codes, 8, 1) - exact).abs().max() < 1e-10
     assert (window(decoder, codes, 8, 1, context=2) - exact).abs().max() > 1e-7
+
+
+def test_the_first_frame_is_spoken_when_the_fourth_is_there():
+    """After 28 tokens. All frames are spoken, the first one and the last three too."""
+    engine = Engine(family("orpheus"), max_slots=1, compile=False, report_lag=0, clock=Clock())
+    [worker] = engine.models.values()
+    heard, first = Listener(), None
+    request = Request(text="a", voice="tara", max_frames=6, options={"valid_only": True}, seed=3)
+    engine.speak("request", request, heard)
+    while engine.num_requests:
+        engine.turn()
+        engine.clock.now_s += 0.03
+        if heard.frames and first is None:
+            first = heard.frames, worker.runner.state.ready.max().item()
+    assert first == (1, 4)
+    assert heard.frames == 6 and len(heard.samples) == 6 * family("orpheus").spec.frame_samples
+
+
+def test_the_cap_follows_from_the_text_and_not_from_a_number_of_tokens():
+    """The original ends after 1,200 tokens, 171 frames."""
+    short, long = (
+        family("orpheus").prompt(Request(text="word " * words, voice="tara")).max_frames for words in (1, 40)
+    )
+    assert short < 171 < long
 
 
 def test_noise_follows_from_the_seed_and_the_place_alone():
