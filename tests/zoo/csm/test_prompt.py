@@ -9,6 +9,7 @@ from models import Clock, family, serve
 
 import zoo
 from serving.engine.engine import Engine
+from zoo.csm.conversations import MOST, Context, Conversations
 from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 TEXT = Request(text="Good morning.", max_frames=4)
@@ -121,6 +122,14 @@ def test_a_conversation_goes_on_from_its_own_codes():
     closed = ours.writer.closed(first.frames)
     expected = torch.cat((ours.lm.text(said), ours.lm.frames(closed), ours.lm.text(new)))
     torch.testing.assert_close(second.inputs, expected)
+
+
+def test_the_conversations_that_spoke_last_are_kept():
+    conversations, names = Conversations(), [str(index) for index in range(MOST)]
+    for name in (*names, names[0], "new"):
+        conversations.put(name, Context(torch.zeros(1, 1), (0,)))
+    assert [name for name in (*names, "new") if conversations.get(name) is None] == [names[1]]
+    assert conversations.get(None) is None
 
 
 def test_the_engine_shares_the_pages_of_a_conversations_last_turn():
