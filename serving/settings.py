@@ -113,6 +113,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     playground: bool = True  # whether GET / serves the page for trying the models
     voices_dir: str | None = None  # None: voices.default_directory()
+    pronunciations: str | None = None  # a file with how words are spoken (zoo/text/pronunciations.py)
     grace_s: int = 5  # how long open answers may continue when the server stops
     otel: bool = False  # whether a trace of each request is exported
     model: ModelOptions = ModelOptions()

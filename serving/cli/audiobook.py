@@ -12,8 +12,9 @@ from typer import Argument, Option
 from serving.cli.batch import EngineFlags, defaults_of, made, summary
 from serving.cli.common import SpeechModel, app
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, RequestFlags
+from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags
 from zoo import SMALL_VOICE
+from zoo.text.pronunciations import read_file
 
 
 @app.command()
@@ -30,6 +31,7 @@ def audiobook(
         ),
     ] = None,
     model: SpeechModel = str(SMALL_VOICE),
+    pronunciations: Pronunciations = None,
     asked: RequestFlags,
     options: ModelOptions = [],  # noqa: B006
     running: EngineFlags,
@@ -51,10 +53,11 @@ def audiobook(
         raise ValueError(f"{out} must end in one of: {', '.join(tool.CODECS)}")
     read = read_book(book)
     items = tool.items_of(read, defaults_of(asked))
+    words = [] if pronunciations is None else read_file(pronunciations)
     parts = Results(out.with_name(f"{out.name}.parts"))
     with parts.held():
         every = [item for chapter in items for item in chapter]
-        tally = made(every, parts, "flac", model, running, options, Path.cwd())
+        tally = made(every, parts, "flac", model, running, options, Path.cwd(), words)
         if tally.is_interrupted or tally.failed:
             print(
                 f"{out} is not complete: {summary(tally)}; its parts are in {parts.directory}",

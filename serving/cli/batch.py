@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from typer import Argument, Option
 
 from serving.cli.common import (
@@ -23,10 +24,11 @@ from serving.cli.common import (
     recording,
 )
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, RequestFlags
+from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags
 from serving.cli.say import parsed_option
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
+from zoo.text.pronunciations import Pronunciation, read_file
 
 if TYPE_CHECKING:
     from serving.engine.engine import Engine
@@ -81,6 +83,7 @@ def batch(
         Option("--format", help="Every file has this format."),
     ] = "wav",
     asked: RequestFlags,
+    pronunciations: Pronunciations = None,
     options: ModelOptions = [],  # noqa: B006
     running: EngineFlags,
 ) -> int:
@@ -97,8 +100,9 @@ def batch(
 
     items = tool.read_items(lines, defaults_of(asked))
     results = tool.Results(out)
+    words = [] if pronunciations is None else read_file(pronunciations)
     with results.held():
-        tally = made(items, results, form, model, running, options, lines.absolute().parent)
+        tally = made(items, results, form, model, running, options, lines.absolute().parent, words)
     print(f"{out}: {summary(tally)}")
     return 130 if tally.is_interrupted else int(tally.failed > 0)
 
@@ -111,6 +115,7 @@ def made(
     running: EngineFlags,
     options: list[str],
     base: Path,
+    words: list[Pronunciation],
 ) -> Tally:
     """Make the files of items that are not there yet. base: where relative paths of recordings start.
     Raises ValueError."""
@@ -120,6 +125,8 @@ def made(
     common: list[object] = [directory, running.dtype, form, options]
     if running.weights != "published":
         common.append(running.weights)
+    if words:
+        common.append(msgspec.to_builtins(words))
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
     done = results.finished({item.id for item in items}, digests, f".{form}")
     tally = tool.Tally(found=len(done))
@@ -137,7 +144,7 @@ def made(
             [worker] = engine.models.values()
             of_model = dict(parsed_option(option, worker.family.spec) for option in options)
             clip = partial(recording_at, base)
-            tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
+            tool.Batch(engine, results, digests, form, clip, of_model, tally, report, words).run(wanted)
     return tally
 
 

@@ -16,6 +16,13 @@ TextFormat = Annotated[
     Literal["plain", "markdown"],
     Option(help="markdown leaves marks, addresses of links, images, emoji and blocks of code unspoken."),
 ]
+Pronunciations = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="The terms in this JSON file are spoken as it says.",
+    ),
+]
 ModelOptions = Annotated[
     list[str],
     Option(

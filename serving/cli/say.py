@@ -12,9 +12,10 @@ from typer import Argument, Option
 
 from serving.cli.common import Device, DType, SpeechModel, Weights, app, fail, plural, recording
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, RequestFlags, TextFormat
+from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags, TextFormat
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
+from zoo.text.pronunciations import Lexicon, read_file
 
 if TYPE_CHECKING:
     from zoo.contract import Family, Spec
@@ -69,6 +70,7 @@ def say(
         ),
     ] = False,
     text_format: TextFormat = "plain",
+    pronunciations: Pronunciations = None,
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
@@ -77,6 +79,7 @@ def say(
     """Speak a text into a file."""
     form = output_format(out)
     text = text_to_say(text, text_format)
+    words = [] if pronunciations is None else read_file(pronunciations)
     directory = resolved(model)
     references = [] if asked.reference is None else [recording(asked.reference)]
 
@@ -91,8 +94,10 @@ def say(
         prepare_for_host(family, weights=weights)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
+    voice = asked.voice or (None if references else next(iter(family.spec.voices), None))
+    lexicon = Lexicon.of(words, (), asked.language, voice)
     request = zoo.Request(
-        text=text,
+        text=text if lexicon is None else lexicon.said(text),
         voice=asked.voice,
         language=asked.language,
         instructions=asked.instructions,

@@ -53,6 +53,7 @@ def serve(
         port=listening.port,
         playground=listening.playground,
         voices_dir=None if voices_dir is None else str(voices_dir.resolve()),
+        pronunciations=model.pronunciations_path(),
         grace_s=listening.grace_s,
         otel=logs.otel,
         replicas=replicas.settings(),

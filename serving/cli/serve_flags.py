@@ -34,6 +34,7 @@ from serving.cli.common import (
     Weights,
     num_bytes,
 )
+from zoo.text.pronunciations import read_file
 
 MAX_TTFA_S = 10.0
 
@@ -114,6 +115,14 @@ class Model:
             rich_help_panel=MODEL,
         ),
     ] = False
+    pronunciations: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="The terms in this JSON file are spoken as it says, in all requests.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
 
     def options(self) -> settings.ModelOptions:
         return settings.ModelOptions(
@@ -126,6 +135,13 @@ class Model:
             self.compile,
             self.warm,
         )
+
+    def pronunciations_path(self) -> str | None:
+        """Return the path of a valid file of pronunciations. Raises ValueError."""
+        if self.pronunciations is None:
+            return None
+        read_file(self.pronunciations)
+        return str(self.pronunciations.resolve())
 
     def names(self, served: Iterable[str], repositories: Mapping[str, str] = {}) -> settings.Aliases:
         """Return the aliases of the served models and of voices. repositories: the model of each repository

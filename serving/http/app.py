@@ -50,6 +50,7 @@ from serving.http.routes.voices import (
 )
 from serving.http.server import Server, check_key
 from serving.settings import HTTPArguments, Settings
+from zoo.text.pronunciations import read_file
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
@@ -83,7 +84,8 @@ def create_app(
     security = settings.security
     origins = list(security.cors_origins)
     names = msgspec.convert(settings.aliases, Names, from_attributes=True)
-    server = Server(engine, api_key, limits, settings.voices_dir, names, tracing)
+    words = [] if settings.pronunciations is None else read_file(settings.pronunciations)
+    server = Server(engine, api_key, limits, settings.voices_dir, names, tracing, words)
     speech = Router(
         "/",
         route_handlers=[speak, speak_batch, complete],

@@ -14,11 +14,13 @@ from msgspec import Meta
 from serving import protocol
 from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.settings import Limits
+from zoo.text.pronunciations import Pronunciation
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
 Name = Annotated[str, Meta(max_length=256)]
 MAX_OPTION_CHARS = 1000
 MAX_BATCH = 32  # requests
+MAX_PRONUNCIATIONS = 1000  # of one request
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -193,6 +195,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "are left unspoken"
         ),
     ] = "plain"
+    pronunciations: Annotated[
+        Annotated[list[Pronunciation], Meta(max_length=MAX_PRONUNCIATIONS)] | None,
+        Meta(
+            description='how words are spoken: a list of up to 1000 of {"term": "nginx", "say": "engine x"}, each '
+            "with `language` and `voice` if it is for these alone; it wins over the server's own list"
+        ),
+    ] = None
     conversation: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(

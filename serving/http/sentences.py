@@ -12,6 +12,7 @@ import re
 from sentencex import segment
 
 from zoo.text.markdown import OutsideCode, spoken
+from zoo.text.pronunciations import Lexicon
 
 MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models speak single words badly
 MAX_CHARS = 400  # a longer text without a sentence end is cut at a clause or a space
@@ -65,10 +66,11 @@ class Sentences:
 
 class MarkdownSentences(Sentences):
     """Splits a Markdown text, and returns the words of its sentences. A sentence without words is left
-    out."""
+    out. lexicon: replaces terms of the words."""
 
-    def __init__(self) -> None:
+    def __init__(self, lexicon: Lexicon | None = None) -> None:
         super().__init__()
+        self._lexicon = lexicon
         self._text = OutsideCode()
 
     def more(self, text: str) -> list[str]:
@@ -81,7 +83,9 @@ class MarkdownSentences(Sentences):
         return self._words(last + super().rest())
 
     def _words(self, sentences: list[str]) -> list[str]:
-        return [words for words in map(spoken, sentences) if HAS_WORD.search(words)]
+        words = map(spoken, sentences)
+        said = words if self._lexicon is None else map(self._lexicon.said, words)
+        return [sentence for sentence in said if HAS_WORD.search(sentence)]
 
 
 class PassEnd:

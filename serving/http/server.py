@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
+from zoo.text.pronunciations import Lexicon, Pronunciation
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
@@ -55,6 +56,7 @@ class Server:
         voices_dir: str | Path | None,
         names: Names,
         tracing: Tracing | None = None,
+        pronunciations: Sequence[Pronunciation] = (),
     ) -> None:
         self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
@@ -69,6 +71,7 @@ class Server:
         self.metrics.sessions.set_function(lambda: self.sessions.num_held)
         self.metrics.memory.set_function(lambda: self.memory.num_held)
         self.tracing = tracing
+        self.pronunciations = pronunciations  # of all requests
         self.created = int(time.time())
 
     async def start_decoders(self) -> None:
@@ -140,6 +143,14 @@ class Server:
         if given is None or self.api_key is None:
             return given
         return hmac.digest(self.api_key.encode(), given.encode(), "sha256").hex()
+
+    def lexicon(self, request: SpeechRequest, model: Model, voice: VoiceChoice) -> Lexicon | None:
+        """Return the pronunciations of a request; None if there are none."""
+        own = request.pronunciations or ()
+        if not own and not self.pronunciations:
+            return None
+        first = None if request.given_references else next(iter(model.voices), None)
+        return Lexicon.of(own, self.pronunciations, request.language, voice.name or first)
 
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
         """Return the voice of a request for its model. Raises the refusal."""

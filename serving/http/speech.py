@@ -74,6 +74,7 @@ class Speech:
         self.warnings = (*warnings, *voice.warnings)
         self.fields = request.for_engine()
         self.fields.conversation = server.name_of_conversation(request.conversation)
+        self.lexicon = server.lexicon(request, model, voice)
         self.is_sse = request.stream_format == "sse"
         try:
             self.encoder = encode.Encoder(
@@ -128,8 +129,7 @@ class Speech:
             await self.ask(send)
 
     async def ask(self, send: Send) -> None:
-        if self.request.text_format == "markdown":  # a long text takes tenths of a second
-            self.fields.text = await read_beside(spoken, self.request.input)
+        await self.prepare_text()
         with (
             self.server.memory.take(self.expected_bytes) as self.memory,
             self.server.engine.speak(await self.message()) as inbox,
@@ -141,6 +141,14 @@ class Speech:
                     break
                 if isinstance(message, protocol.Audio):  # `take` has waited until the client read enough
                     self.server.engine.heard(self.id, message.frames)
+
+    async def prepare_text(self) -> None:
+        """Set the words that the model reads. A long text takes tenths of a second. Raises the refusal."""
+        if self.request.text_format == "markdown":
+            self.fields.text = await read_beside(spoken, self.fields.text)
+        if self.lexicon is not None:
+            self.fields.text = await read_beside(self.lexicon.said, self.fields.text)
+            check_length(self.fields.text, self.server.limits.text_chars)
 
     @property
     def expected_bytes(self) -> int:
@@ -347,6 +355,13 @@ class Speech:
             **more,
         }
         log.info("speech", id=self.id, model=self.model.id, **facts)
+
+
+def check_length(text: str, text_chars: int) -> None:
+    """Raise the refusal if a text is too long once its terms are replaced."""
+    if len(text) > text_chars:
+        message = f"the text has {len(text)} characters with its pronunciations; this server takes up to {text_chars}"
+        raise refusal(400, message, "pronunciations")
 
 
 def event(message: msgspec.Struct) -> bytes:

@@ -34,6 +34,7 @@ from serving.http.speech import ENCODING, Speech
 from serving.http.voice_choice import VoiceChoice
 from zoo.request import RequestError
 from zoo.text.pauses import Part, check_total, is_pause, next_part
+from zoo.text.pronunciations import Reader
 
 REFUSED = 400
 
@@ -82,7 +83,6 @@ class Segment(Speech):
             sample_rate=None,
             speed=1.0,
             stream=True,
-            text_format="plain",  # the utterance has read it
         )
         options = dict(settings.options)
         if is_open and "text_mode" in settings.model.option_names:
@@ -91,6 +91,9 @@ class Segment(Speech):
         self.loaded, self.is_open, self.is_judged = voice, is_open, not is_open
         self.listening_speed = settings.request.speed  # the utterance's encoder changes the speed
         self.asked = asyncio.Event()
+
+    async def prepare_text(self) -> None:
+        """The utterance has prepared it."""
 
     async def message(self) -> protocol.Speak:
         message = self.speak_message(self.loaded)
@@ -144,7 +147,9 @@ class Utterance:
         self.began_s = time.perf_counter()
         self.ended_s: float | None = None  # when its text was complete
         self.heard_s: float | None = None  # when its first audio was sent
-        self.text = ""  # all text so far
+        self.text = ""  # all text so far, with its terms replaced unless it is Markdown
+        self.lexicon = server.lexicon(request, model, settings.voice)
+        self.reader = None if self.lexicon is None or self._is_markdown else Reader(self.lexicon)
         self.num_taken = 0  # how many characters of it `more` has returned
         self.came = asyncio.Event()
         self.is_over = False
@@ -158,9 +163,11 @@ class Utterance:
 
     def say(self, text: str) -> None:
         """Add text. Raises the refusal."""
-        most, count = self.server.limits.text_chars, len(self.text) + len(text)
         if self.is_over:  # it has failed, and the client is still sending its text
             return
+        if self.reader is not None:
+            text = self.reader.more(text)
+        most, count = self.server.limits.text_chars, len(self.text) + len(text)
         if count > most:
             message = f"the utterance has {count} characters; this server takes up to {most}"
             raise refusal(400, message, "text")
@@ -168,6 +175,8 @@ class Utterance:
         self.came.set()
 
     def end(self) -> None:
+        if self.reader is not None:
+            self.text += self.reader.rest()
         self.ended_s = time.perf_counter()
         self.came.set()
 
@@ -226,7 +235,7 @@ class Utterance:
         return None if then_s is None else round(1000 * (then_s - self.began_s), 1)
 
     async def _speak_sentences(self) -> None:
-        sentences = MarkdownSentences() if self._is_markdown else Sentences()
+        sentences = MarkdownSentences(self.lexicon) if self._is_markdown else Sentences()
         has_spoken = False
         while self.frames_left != 0:
             part = await self.more()

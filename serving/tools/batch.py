@@ -38,6 +38,7 @@ from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
 from zoo.request import Request
 from zoo.text.markdown import spoken
+from zoo.text.pronunciations import Lexicon, Pronunciation
 
 RESULTS = "results.jsonl"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -65,6 +66,7 @@ class Fields(msgspec.Struct, omit_defaults=True):
     split_text: bool | None = None
     normalize: bool | None = None
     text_format: Literal["plain", "markdown"] | None = None
+    pronunciations: list[Pronunciation] | None = None
 
 
 PLAIN = (
@@ -95,7 +97,8 @@ class Item:
     def digest(self, base: Path, common: Sequence[object]) -> str:
         """Return a digest that is equal for equal items. common: the settings that all items share."""
         clip = None if self.fields.reference is None else content(base / self.fields.reference)
-        asked = [msgspec.structs.asdict(self.fields) | {"id": None}, self.options, clip, *common]
+        fields = msgspec.to_builtins(msgspec.structs.asdict(self.fields))
+        asked = [fields | {"id": None}, self.options, clip, *common]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -244,6 +247,7 @@ class Batch:
         options: dict[str, Any],
         tally: Tally,
         report: Callable[[Tally, dict[str, Any]], None],
+        pronunciations: Sequence[Pronunciation] = (),
     ):
         [worker] = engine.models.values()
         self.engine = engine
@@ -254,6 +258,7 @@ class Batch:
         self.options = options
         self.tally = tally
         self.report = report
+        self.pronunciations = pronunciations  # of all items
         self.recording = lru_cache(maxsize=MAX_RECORDINGS)(recording)
         self.room = 2 * worker.runner.num_slots
         self.places = threading.Semaphore(self.room)
@@ -337,14 +342,22 @@ class Batch:
         given: dict[str, Any] = {
             name: value for name in PLAIN if (value := getattr(fields, name)) is not None
         }
-        if fields.text_format == "markdown":
-            given["text"] = spoken(fields.text)
+        given["text"] = self.words(fields)
         if fields.max_new_tokens is not None:
             given["max_frames"] = fields.max_new_tokens
         if fields.reference is not None:
             reference = Reference(self.recording(fields.reference), fields.reference_text)
             given["references"] = (reference_of(reference),)
         return Request(**given, options=self.options | item.options)
+
+    def words(self, fields: Fields) -> str:
+        """Return the words that the model reads."""
+        text = spoken(fields.text) if fields.text_format == "markdown" else fields.text
+        voice = fields.voice
+        if voice is None and fields.reference is None:
+            voice = next(iter(self.family.spec.voices), None)
+        lexicon = Lexicon.of(fields.pronunciations or (), self.pronunciations, fields.language, voice)
+        return text if lexicon is None else lexicon.said(text)
 
     def keep(self, item: Item, finished: Finished, chunks: list[np.ndarray], text: str) -> None:
         """Write the file of a finished item. Runs on a writer's thread."""

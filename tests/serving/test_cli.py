@@ -362,6 +362,23 @@ def test_say_normalizes_and_splits_texts_if_asked(zoo, checkpoint, tmp_path):
     assert say("It hums and hums. " * 60) != say("It hums and hums. " * 60, "--no-split-text")
 
 
+def test_say_replaces_terms(zoo, checkpoint, tmp_path):
+    def say(text, *more):
+        out = tmp_path / "out.wav"
+        done = zoo(
+            "say", text, "-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6, *more
+        )
+        assert done.returncode == 0, done.stderr
+        return out.read_bytes()
+
+    words = tmp_path / "words.json"
+    words.write_text('[{"term": "nginx", "say": "engine x", "voice": "vivian"}]')
+    assert say("Nginx.", "--pronunciations", words) == say("engine x.")
+    words.write_text("{}")
+    out = refused(zoo("say", "Hello.", "-m", checkpoint, "--pronunciations", words))
+    assert "must be a JSON list such as" in out
+
+
 def test_say_rounds_weights_only_if_asked(zoo, checkpoint, tmp_path, monkeypatch):
     prepared = []
 

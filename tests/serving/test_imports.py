@@ -72,7 +72,7 @@ def test_audio_knows_no_other_wing():
 
 
 def test_http_knows_neither_the_engine_nor_models():
-    """Of the zoo it knows requests, pauses and Markdown, which need no torch."""
+    """Of the zoo it knows requests and how text is prepared, which need no torch."""
     found = importers(
         "serving.http", "serving.engine", "serving.cli", "serving.tools", "compile_cache", "torch"
     )
@@ -81,6 +81,7 @@ def test_http_knows_neither_the_engine_nor_models():
         "zoo.request",
         "zoo.text.markdown",
         "zoo.text.pauses",
+        "zoo.text.pronunciations",
     }
 
 

@@ -25,10 +25,12 @@ def own_name(language: str, possible: Sequence[str]) -> str:
     name = language.strip().lower().replace("_", "-")
     if name in possible:
         return name
-    code = _code(name)
-    return next((own for own in possible if _code(own) == code), language)
+    code = code_of(name)
+    return next((own for own in possible if code_of(own) == code), language)
 
 
-def _code(name: str) -> str:
+def code_of(language: str) -> str:
+    """Return the ISO 639-1 code of a language that is given by name or by code, as far as it is known."""
+    name = language.strip().lower().replace("_", "-")
     code = ISO.get(name, name).partition("-")[0]
     return _SAME.get(code, code)

@@ -537,15 +537,15 @@ def test_the_schema_follows_the_engines_models(tmp_path):
 
 
 def test_the_http_process_loads_neither_engine_nor_models():
-    """Of the zoo it knows requests, pauses and Markdown, which need no torch."""
+    """Of the zoo it knows requests and how text is prepared, which need no torch."""
     script = """
 import importlib, pathlib, sys
 modules = [".".join(path.with_suffix("").parts) for path in pathlib.Path("serving/http").rglob("*.py")]
 for name in modules:
     importlib.import_module(name)
 foreign = {"torch", "serving.engine", "compile_cache"} & set(sys.modules)
-text = {"zoo.text", "zoo.text.markdown", "zoo.text.pauses"}
-models = {name for name in sys.modules if name.startswith("zoo")} - {"zoo", "zoo.request", *text}
+text = {f"zoo.text.{name}" for name in ("languages", "markdown", "pauses", "pronunciations")}
+models = {name for name in sys.modules if name.startswith("zoo")} - {"zoo", "zoo.request", "zoo.text", *text}
 print(len(modules), sorted(foreign | models))
 """
     done = subprocess.run(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 import shell
 import soundfile
@@ -20,6 +21,7 @@ from toy import Toy
 from serving.engine.engine import Engine
 from serving.tools import batch
 from serving.tools.batch import Batch, Item, Results, Tally, read_items
+from zoo.text.pronunciations import Pronunciation
 
 
 def lines(path, *items):
@@ -99,6 +101,17 @@ def test_finished_items_are_not_made_again(run):
     assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
     run.defaults["seed"] = 5
     assert run(*TEXTS[:4]).made == 4  # all items have another seed
+
+
+def test_lines_have_pronunciations_of_their_own(run):
+    entry = {"term": "sql", "say": "sequel"}
+    assert run(TEXTS[0], TEXTS[1] | {"pronunciations": [entry]}).failed == 0
+    fields = read_items(run.path, {})[1].fields
+    run.batch.pronunciations = [Pronunciation("SQL", "S Q L"), Pronunciation("ok", "okay")]
+    assert run.batch.words(msgspec.structs.replace(fields, text="SQL ok")) == "sequel okay"
+    plain = msgspec.structs.replace(fields, text="SQL ok", pronunciations=None)
+    assert run.batch.words(plain) == "S Q L okay"
+    assert run(TEXTS[0], TEXTS[1] | {"pronunciations": [entry | {"say": "x"}]}).made == 1
 
 
 def test_lines_of_other_files_stay(run):
