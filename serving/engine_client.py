@@ -95,6 +95,11 @@ class EngineClient:
         if id in self._inboxes and self._writer is not None:
             self._writer.write(protocol.pack(protocol.Feed(id, text, is_last)))
 
+    def interrupt(self, id: str) -> None:
+        """End a request now. Its last message follows."""
+        if id in self._inboxes and self._writer is not None:
+            self._writer.write(protocol.pack(protocol.Interrupt(id)))
+
     def heard(self, id: str, frames: int) -> None:
         """Report that the client consumed `frames` more frames of the request's audio."""
         if id in self._inboxes and self._writer is not None:

@@ -1,10 +1,10 @@
 """The messages between the HTTP and engine processes: length-prefixed msgpack structs over a Unix socket.
 
-    HTTP -> engine   Speak; Feed (more text for it); Cancel; Heard (frames that the client consumed)
+    HTTP -> engine   Speak; Feed (more text for it); Cancel, Interrupt; Heard (frames that the client consumed)
     engine -> HTTP   to every connection: Status, Models, and Stats once a second
                      to each Speak: one Rejected; or Audio, Text and Spoken as they are made, then Finished or Failed
 
-The engine does not answer a Cancel.
+The engine does not answer a Cancel. After an Interrupt it sends the request's last message.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Turn(msgspec.Struct):
     role: str
     text: str | None = None
     clip: AudioClip | None = None
+    tokens: tuple[int, ...] | None = None
 
 
 class Request(msgspec.Struct, omit_defaults=True):
@@ -97,6 +98,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     is_open: bool = False
     split_text: bool = True
     normalize: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,12 @@ class Feed(Message):
 
 
 class Cancel(Message):
+    id: str
+
+
+class Interrupt(Message):
+    """End a request now, wherever it is. Its last message follows, with what was made."""
+
     id: str
 
 
@@ -282,6 +290,14 @@ class Spoken(Message):
     stop: int
 
 
+class Answer(msgspec.Struct):
+    """What a model that keeps answers has said, for a later `Turn`. tokens: in order; ends: how many tokens there are
+    up to the end of each frame."""
+
+    tokens: list[int] = []
+    ends: list[int] = []
+
+
 class Finished(Message):
     """The answer is complete."""
 
@@ -290,6 +306,7 @@ class Finished(Message):
     frames: int
     usage: dict[str, int] = {}
     replicas: list[str] = []  # a gateway's: which it offered the request to; the last one answered
+    answer: Answer = msgspec.field(default_factory=Answer)
 
 
 class Failed(Message):
@@ -303,7 +320,7 @@ class Failed(Message):
     replicas: list[str] = []  # as in Finished
 
 
-ToEngine = Speak | Feed | Cancel | Heard
+ToEngine = Speak | Feed | Cancel | Interrupt | Heard
 ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Spoken | Finished | Failed
 Outcome = Rejected | Audio | Text | Spoken | Finished | Failed  # the answers to a Speak
 

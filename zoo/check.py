@@ -34,6 +34,12 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
         raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
         raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
+    if request.stop and not spec.answers:
+        raise RequestError("stop", f"{name} takes no stop strings: it speaks the text that it is given")
+    if not all(request.stop):
+        raise RequestError("stop", "stop has an empty string: give strings of at least one character")
+    if any(turn.tokens is not None for turn in request.turns) and not spec.keeps_answers:
+        raise RequestError("turns", f"{name} takes earlier answers as text, not as tokens")
     if request.is_open and not spec.feeds:
         raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
     return _options(request, spec, name)

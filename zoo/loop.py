@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from zoo import kernels
 from zoo.contract import Batch, Family, Prompt, Speech, View, following
 from zoo.request import Request, RequestError
+from zoo.text.stops import Writing
 
 PAGE_TOKENS = 16
 
@@ -40,7 +41,7 @@ def generate(
     while prompt is not None:
         if max_frames is not None:
             prompt.max_frames = min(prompt.max_frames, max_frames)
-        spoken.append(speak_pass(family, prompt, noise))
+        spoken.append(speak_pass(family, prompt, noise, request.stop))
         samples += (torch.zeros(prompt.silence_before), spoken[-1].samples, torch.zeros(prompt.silence_after))
         if family.spec.shares_turns:
             family.end_turn(prompt, spoken[-1].frames)
@@ -50,6 +51,7 @@ def generate(
         samples=torch.cat(samples),
         sample_rate_hz=family.spec.sample_rate_hz,
         text="".join(speech.text for speech in spoken),
+        tokens=tuple(chain(*(speech.tokens for speech in spoken))),
     )
 
 
@@ -65,7 +67,7 @@ def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
     return noise.to(family.device)
 
 
-def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Speech:
+def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None, stop: Sequence[str] = ()) -> Speech:
     """Speak one pass of `generate`."""
     prompt.check_room(family.spec)
     state = family.state(1, prompt.max_frames)
@@ -75,21 +77,26 @@ def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Spe
     for i, lane in enumerate(prompt.lanes):
         if batches.lengths[i]:
             family.hidden(lane.inputs[:-1], batches.prefill(i))
-    written = bytearray()
-    while not state.done[0]:
+    writing, text, steps = Writing(stop), "", list[int]()
+    while not (state.done[0] or writing.is_stopped):
+        frames = int(state.ready[0])
         family.step(state, batches.step())
-        if (token := int(state.written[0])) >= 0:
-            written += family.detokenize(token)
-    frames, text = int(state.ready[0]), written.decode(errors="replace")
+        token = int(state.written[0])
+        if token >= 0:
+            text += writing.more(family.detokenize(token))
+        if token >= 0 or int(state.ready[0]) > frames:
+            steps.append(token)
+    text += writing.more(b"", is_end=True)
+    frames = int(state.ready[0])
+    tape = state.tape[0, :frames].cpu()
+    tokens = family.answer_tokens(tape, steps) if family.spec.keeps_answers else ()
     if frames == 0:
-        return Speech(state.tape[0, :0].cpu(), torch.zeros(0), family.spec.sample_rate_hz, text)
+        return Speech(tape, torch.zeros(0), family.spec.sample_rate_hz, text, tokens)
     start, count = torch.tensor([[0], [frames]], device=family.device)
     slots, is_last = torch.tensor([0], device=family.device), torch.tensor([True], device=family.device)
     length = family.spec.window.length_bucket(frames)
     samples, valid = family.render(state, View(slots, start, count, is_last, frames, length))
-    return Speech(
-        state.tape[0, :frames].cpu(), samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text
-    )
+    return Speech(tape, samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text, tokens)
 
 
 class SoloBatches:

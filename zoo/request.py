@@ -186,11 +186,13 @@ def _with_own_name(part: str, aliases: Mapping[str, str]) -> str:
 @dataclass(frozen=True)
 class Turn:
     """An earlier turn of a conversation, for models that listen: a text, a clip, or both. role: "user",
-    "assistant" or "system"."""
+    "assistant" or "system". tokens: the `Speech.tokens` of an earlier answer, in place of its text, for
+    models that keep answers."""
 
     role: str
     text: str | None = None
     clip: AudioClip | None = None
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,7 @@ class Request:
     is_open: more text is fed while the model speaks (`Engine.feed`).
     split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
     normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
+    stop: strings before which an answer ends, for models that answer.
     """
 
     text: str
@@ -227,6 +230,7 @@ class Request:
     is_open: bool = False
     split_text: bool = True
     normalize: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value that no model can take, so that no request can stop an engine."""

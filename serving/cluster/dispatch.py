@@ -43,6 +43,7 @@ class Underway:
     replicas: list[str] = field(default_factory=list)
     link: Link | None = None
     is_heard: bool = False
+    is_interrupted: bool = False
 
     def feed(self, more: protocol.Feed) -> None:
         if not self.is_heard:
@@ -136,6 +137,12 @@ class Dispatcher:
         if (request := self.open.get(more.id)) is not None:
             request.feed(more)
 
+    def interrupt(self, id: str) -> None:
+        if (request := self.open.get(id)) is not None:
+            request.is_interrupted = True  # for a replica that it is still to be sent to
+            if request.link is not None:
+                request.link.interrupt(id)
+
     def heard(self, id: str, frames: int) -> None:
         request = self.open.get(id)
         if request is not None and request.link is not None:
@@ -196,6 +203,8 @@ class Dispatcher:
                 request.link = link
                 for more in request.fed:
                     link.feed(more.id, more.text, more.is_last)
+                if request.is_interrupted:
+                    link.interrupt(request.message.id)
                 while True:
                     outcome = await inbox.get()
                     if request.is_to_be_tried_again(outcome):

@@ -47,6 +47,8 @@ class Gateway:
                         answers[id].cancel()
                     case protocol.Feed():
                         self.dispatcher.feed(message)
+                    case protocol.Interrupt(id):
+                        self.dispatcher.interrupt(id)
                     case protocol.Heard(id, frames):
                         self.dispatcher.heard(id, frames)
         except protocol.ProtocolError as error:

@@ -150,6 +150,8 @@ class Bridge:
                         self._feed(id, text, is_last)
                     case protocol.Cancel(id):
                         self._cancel(client, id)
+                    case protocol.Interrupt(id):
+                        self._interrupt(id)
                     case protocol.Heard(id, frames):
                         self._consume(id, frames)
         except protocol.ProtocolError as error:
@@ -291,6 +293,12 @@ class Bridge:
         if self.engine is not None:
             self.engine.cancel(id)
 
+    def _interrupt(self, id: str) -> None:
+        """Unlike `_cancel`, the client still wants the request's last message."""
+        self.messages.pop(id, None)
+        if self.engine is not None:
+            self.engine.cancel(id)
+
     def _consume(self, id: str, frames: int) -> None:
         if self.engine is not None:
             self.engine.consume(id, frames)
@@ -325,7 +333,9 @@ class Bridge:
                 client.send(protocol.Spoken(id, text, start, stop))
             case Finished():
                 self._end(client, id)
-                client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
+                client.send(
+                    protocol.Finished(id, event.reason, event.frames, event.usage, answer=event.answer)
+                )
             case Failed(message, code, retry_after_s):
                 self._end(client, id)
                 client.send(protocol.Failed(id, message, STATUS.get(code, 500), code, retry_after_s))

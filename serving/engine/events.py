@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from serving.protocol import Answer
 
 NOT_FINITE, OUT_OF_MEMORY = "not_finite", "out_of_memory"  # codes of failures
 
@@ -41,6 +43,7 @@ class Finished:
     reason: str
     frames: int
     usage: dict[str, int]
+    answer: Answer = field(default_factory=Answer)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from serving.engine.wire import NotEncoded
 from serving.protocol import Listener
 from zoo.contract import Prompt
 from zoo.request import Request, RequestError
+from zoo.text.stops import Writing
 
 
 class Full(Exception):
@@ -144,11 +145,13 @@ class Intake:
         job, is_over = None, True
         began_s = self.clock()
         try:
-            passes = queued.model.family.passes(request())
+            given = request()
+            passes = queued.model.family.passes(given)
             with self.arena.streams.prompts.here():
                 prompt = next(passes)
             self.check_room(queued.model, prompt)
-            job = Job(queued, prompt, passes, self.arena.streams.prompts.mark())
+            is_ready = self.arena.streams.prompts.mark()
+            job = Job(queued, prompt, passes, is_ready, writing=Writing(given.stop))
         except NotEncoded:
             is_over = False
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
-from serving.protocol import Listener
+from serving.protocol import Answer, Listener
 from zoo.contract import Family, Prompt, Spec
 from zoo.text.pieces import odd_length
+from zoo.text.stops import Writing
 
 NO_AUDIO = (
     "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
@@ -50,6 +50,7 @@ class Worker(Protocol):
     def resume(self, job: Job) -> bool: ...
     def record_pass(self, job: Job) -> None: ...
     def publish_turn(self, job: Job) -> None: ...
+    def keep_answer(self, job: Job) -> None: ...
     def copy_tape(self, job: Job) -> AsyncCopy: ...
 
 
@@ -129,9 +130,10 @@ class Job:
     is_composing: bool = False  # this pass is over, and the next one's prompt is being made
     text_tokens: int = 0  # that the model wrote
     unfed: list[tuple[list[int], bool]] = field(default_factory=list)  # text that came while it had no slot
-    characters: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
+    writing: Writing = field(default_factory=Writing)
+    written: list[tuple[int, int]] = field(default_factory=list)  # text tokens, and the frames before each
+    num_cached: int = 0  # positions of the prompt that were in the KV cache
+    answer: Answer = field(default_factory=Answer)
 
     @property
     def id(self) -> str:
@@ -167,6 +169,8 @@ class Job:
         counts = [self.past.usage, self.prompt.usage]
         if self.text_tokens:
             counts.append({"text_tokens": self.text_tokens})
+        if self.num_cached and self.model.family.spec.answers:
+            counts.append({"cached_tokens": self.num_cached})
         names = dict.fromkeys(name for count in counts for name in count)
         return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
@@ -175,10 +179,23 @@ class Job:
         is_written = self.text_tokens > 0 and self.model.family.spec.answers
         if self.num_frames == 0 and not is_written:
             return Failed(NO_AUDIO, code="no_audio")
-        return Finished("length" if self.past.was_cut else "stop", self.num_frames, self.usage)
+        is_cut = self.past.was_cut and not self.writing.is_stopped
+        return Finished("length" if is_cut else "stop", self.num_frames, self.usage, self.answer)
 
     def cancelled(self) -> Finished:
-        return Finished("cancelled", self.num_frames, self.usage)
+        return Finished("cancelled", self.num_frames, self.usage, self.answer)
+
+    def keep_answer(self, tape: Tensor) -> None:
+        """Note the tokens of an answer. tape [F, *frame] on the CPU."""
+        steps: list[int] = []
+        ends: list[int] = []
+        for token, num_ready in [*self.written, (-1, len(tape))]:
+            for _ in range(num_ready - len(ends)):
+                steps.append(-1)
+                ends.append(len(steps))
+            if token >= 0:
+                steps.append(token)
+        self.answer = Answer(list(self.model.family.answer_tokens(tape, steps)), ends)
 
     def report_pass(self) -> None:
         """Tell the client which samples this pass took: it is over, and all of its audio was delivered."""
@@ -210,13 +227,16 @@ class Job:
         """Go on with the next pass: this one is spoken."""
         self.past.usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
         self.prompt = prompt
+        self.written = []
         self.is_composing = False
 
-    def write(self, token: int, is_done: bool) -> None:
-        """Record a text token that the model wrote (-1: none). A character is delivered once all its bytes
-        are here, or no more come."""
-        self.text_tokens += token >= 0
+    def write(self, token: int, num_ready: int, is_done: bool) -> None:
+        """Record a text token that the model wrote (-1: none), and the frames before it. A character is delivered
+        once all its bytes are here, or no more come."""
+        if token >= 0:
+            self.text_tokens += 1
+            self.written.append((token, num_ready))
         is_end = is_done and self.prompt.is_final
-        text = self.characters.decode(self.model.family.detokenize(token) if token >= 0 else b"", is_end)
+        text = self.writing.more(self.model.family.detokenize(token) if token >= 0 else b"", is_end)
         if text:
             self.deliver(Text(text))

@@ -80,6 +80,8 @@ class Lifecycle:
                 consumer.model.consume(consumer, frames)
         for id in news.cancelled:
             if (cancelled := self.intake.known.get(id)) is not None:
+                if cancelled.slot >= 0 and cancelled.model.family.spec.keeps_answers:
+                    cancelled.model.keep_answer(cancelled)
                 self._release(cancelled, cancelled.cancelled())
 
     def take_in(self) -> bool:
@@ -154,6 +156,8 @@ class Lifecycle:
         job.pause(job.prompt.silence_after)
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
+        if job.model.family.spec.keeps_answers:
+            job.model.keep_answer(job)
         if job.prompt.is_final:
             self._end(job)
         else:

@@ -106,9 +106,13 @@ class ModelRound:
             # A slot that was done already took a step in vain, whose report repeats the one before.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
-            texts = zip(slots[has_text], written[has_text], done[has_text], strict=True)
-            for slot, token, is_done in texts:
-                self.running[int(slot)].write(int(token), bool(is_done))
+            for slot, token, num_ready, is_done in zip(
+                *(column[has_text].tolist() for column in (slots, written, ready, done)), strict=True
+            ):
+                job = self.running[slot]
+                job.write(token, num_ready, bool(is_done))
+                if job.writing.is_stopped and not is_done:
+                    self.runner.end(slot)
 
     def _render(self) -> None:
         if len(self.renders) >= self.max_renders:

@@ -202,6 +202,7 @@ class ModelWorker:
             expected_frames=self._expected_frames(job),
             is_final=job.prompt.is_final,
         )
+        job.num_cached += skips[0]
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
         if job.pages.past:
@@ -350,7 +351,17 @@ class ModelWorker:
         """Let the conversation's next turn find what a pass that is over has generated in the KV cache."""
         if job.pages.saved is not None:
             return  # its pages are others'
-        keys = (*job.prompt.lanes[0].prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
+        self._publish(job, self.family.end_turn(job.prompt, self.tape(job)))
+
+    def keep_answer(self, job: Job) -> None:
+        """Note what an answer has said so far, and let a later turn find it in the KV cache."""
+        job.keep_answer(self.tape(job))
+        if job.pages.saved is None:
+            self._publish(job, job.answer.tokens)
+
+    def _publish(self, job: Job, made: Sequence[int]) -> None:
+        """Let later prompts find a pass. made: the keys of the positions behind its prompt."""
+        keys = (*job.prompt.lanes[0].prefix_keys, *made)
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
         self.pages.publish(0, keys[:filled], job)
 

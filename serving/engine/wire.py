@@ -36,7 +36,8 @@ def request_of(message: protocol.Speak) -> Request:
 
 
 def turn_of(turn: protocol.Turn) -> Turn:
-    return Turn(turn.role, turn.text, None if turn.clip is None else audio_clip(turn.clip))
+    clip = None if turn.clip is None else audio_clip(turn.clip)
+    return Turn(turn.role, turn.text, clip, turn.tokens)
 
 
 class NotEncoded(Exception):

@@ -13,6 +13,7 @@ import msgspec
 from litestar.types import Send
 
 from serving import protocol
+from serving.http.answers import ANSWER_S, Answer
 from serving.http.errors import cut, refusal
 from serving.http.references import LoadedVoice, check_duration, unpack
 from serving.http.schemas import (
@@ -64,6 +65,10 @@ def warnings_of(data: ChatRequest, model: Model) -> list[str]:
     return [f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"]
 
 
+def stops_of(data: ChatRequest) -> tuple[str, ...]:
+    return (data.stop,) if isinstance(data.stop, str) else tuple(data.stop or ())
+
+
 def speech_request(data: ChatRequest) -> SpeechRequest:
     """Return the fields of a conversation that a speech request has, too."""
     audio = data.audio
@@ -93,6 +98,7 @@ class Chat(Speech):
     ):
         options = {} if data.max_completion_tokens is None else {"max_tokens": data.max_completion_tokens}
         super().__init__(server, speech_request(data), options, model, NO_CHOICE, given_id, warnings)
+        self.fields.stop = stops_of(data)
         self.wants_audio = data.audio is not None
         self.has_usage = data.stream_options is not None and data.stream_options.include_usage
         self.messages: list[ChatMessage] | None = data.messages
@@ -123,10 +129,9 @@ class Chat(Speech):
     async def _turn(self, i: int, message: ChatMessage) -> protocol.Turn:
         """Return a turn. Raises the refusal."""
         if message.audio is not None:
-            advice = "send the answer's transcript as content"
-            raise refusal(
-                400, f"messages[{i}] names an audio, and this server keeps none: {advice}", "messages"
-            )
+            if message.role != "assistant":
+                raise refusal(400, f"messages[{i}]: only an assistant's message names an audio", "messages")
+            return self.server.answers.find(message.audio.id, self.model.id, f"messages[{i}]").turn()
         given = message.content
         parts = [TextPart(given)] if isinstance(given, str) else list(given or ())
         text = "".join(part.text for part in parts if isinstance(part, TextPart))
@@ -204,8 +209,14 @@ class Chat(Speech):
     def audio_id(self) -> str:
         return f"audio_{self.id}"
 
+    @property
+    def expires_at(self) -> int:
+        return self.created + int(ANSWER_S)
+
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
         self.finished, self.num_frames = finished, finished.frames
+        if self.wants_audio and finished.answer.tokens:
+            self.server.answers.keep(self.audio_id, self.model.id, Answer.of(finished.answer))
         if self.request.stream:
             await self._finish_stream(finished, send)
         else:
@@ -218,7 +229,7 @@ class Chat(Speech):
     async def _finish_stream(self, finished: protocol.Finished, send: Send) -> None:
         if self.wants_audio:
             await self.send_audio(send, await self.encode(self.encoder.finish))
-            await self.send_delta(send, {"audio": {"expires_at": self.created}})
+            await self.send_delta(send, {"audio": {"expires_at": self.expires_at}})
         await self.send_delta(send, {}, finished.reason)
         if self.has_usage:
             await self._send_chunk(send, {"choices": [], "usage": usage_of(finished)})
@@ -229,7 +240,12 @@ class Chat(Speech):
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.wants_audio:
             data = base64.b64encode(self.file()).decode()
-            spoken = {"id": self.audio_id, "data": data, "transcript": self.text, "expires_at": self.created}
+            spoken = {
+                "id": self.audio_id,
+                "data": data,
+                "transcript": self.text,
+                "expires_at": self.expires_at,
+            }
             message |= {"content": None, "audio": spoken}
         choice = {"index": 0, "message": message, "finish_reason": finished.reason, "logprobs": None}
         return msgspec.json.encode(self._head("") | {"choices": [choice], "usage": usage_of(finished)})
@@ -243,6 +259,10 @@ def usage_of(finished: protocol.Finished) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": written + spoken,
         "total_tokens": prompt + written + spoken,
-        "prompt_tokens_details": {"text_tokens": prompt - heard, "audio_tokens": heard},
+        "prompt_tokens_details": {
+            "text_tokens": prompt - heard,
+            "audio_tokens": heard,
+            "cached_tokens": finished.usage.get("cached_tokens", 0),
+        },
         "completion_tokens_details": {"text_tokens": written, "audio_tokens": spoken},
     }

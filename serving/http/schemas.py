@@ -367,7 +367,7 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart | AudioPart], Meta(max_length=16)] | None = None
-    audio: AudioId | None = None  # of an earlier answer: refused, because this server keeps none
+    audio: AudioId | None = None  # of an earlier answer, in place of its content
 
 
 class ChatAudio(msgspec.Struct):
@@ -379,6 +379,9 @@ class ChatAudio(msgspec.Struct):
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
+
+
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -414,6 +417,10 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
         Meta(description="the most tokens of the answer, of text and audio together"),
+    ] = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Meta(max_length=4)] | None,
+        Meta(description="up to 4 strings of 1 to 256 characters; the answer ends before the first of them"),
     ] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,

@@ -15,6 +15,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.engine_client import Away, EngineClient
+from serving.http.answers import Answers
 from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
@@ -67,6 +68,7 @@ class Server:
         )
         self.voice_chooser = VoiceChooser(self.voices, names)
         self.references = References(self.voice_chooser, limits, self.memory)
+        self.answers = Answers()
         self.metrics = Metrics(engine)
         self.metrics.sessions.set_function(lambda: self.sessions.num_held)
         self.metrics.memory.set_function(lambda: self.memory.num_held)

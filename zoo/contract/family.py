@@ -118,6 +118,12 @@ class Family(nn.Module, ABC, Generic[S]):
         families whose spec has `shares_turns`."""
         raise AssertionError(f"{self.spec.family} does not share turns")
 
+    def answer_tokens(self, frames: Tensor, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of an answer, which are also the prefix keys of the positions behind its prompt. frames
+        [F, *frame], on the CPU; steps: of each step its text token, or -1 if it made a frame. A step gives one
+        token. Only for families whose spec has `keeps_answers`."""
+        raise AssertionError(f"{self.spec.family} does not keep answers")
+
     # the same for all families
     def passes(self, request: Request) -> Generator[Prompt, Tensor, None]:
         """Yield all passes of one answer: those of `prompts`, or one for each piece of a long text. The
@@ -302,3 +308,4 @@ class Speech:
     samples: Tensor  # [N] float32
     sample_rate_hz: int
     text: str = ""  # written by the model
+    tokens: tuple[int, ...] = ()  # of an answer, for a later `Turn`, if the model keeps answers

@@ -127,6 +127,8 @@ class Spec:
     # whether the model answers its text and turns instead of speaking them: turns alone are a request, and
     # neither the text nor its length says what is spoken
     answers: bool = False
+    # whether a later turn can continue behind an answer's own tokens: `Family.answer_tokens`
+    keeps_answers: bool = False
     # whether the next turn of a conversation can reuse the KV cache of generated frames
     shares_turns: bool = False
     licence: str = ""  # of the weights, if it limits their use

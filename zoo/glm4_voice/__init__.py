@@ -121,6 +121,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         steps_per_frame=2,  # 1.5 while it also writes
         listens=True,
         answers=True,
+        keeps_answers=True,
         licence=LICENCE,
     )
     return config, spec

@@ -19,6 +19,7 @@ beginning of the answer again for every chunk, and fades between chunks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +133,10 @@ class Glm4Voice(Family[VoiceState]):
 
     def detokenize(self, token: int) -> bytes:
         return self.writer.vocabulary.bytes_of(token)
+
+    def answer_tokens(self, frames: Tensor, steps: Sequence[int]) -> tuple[int, ...]:
+        codes = iter(frames[:, 0].tolist())
+        return tuple(self.first_code + next(codes) if token < 0 else token for token in steps)
 
     # on the host, at admission
 

@@ -63,14 +63,18 @@ class PromptWriter:
         special = self.vocabulary.special
         ids = [*(special[token] for token in BEGIN), special[SYSTEM], *self._text("\n"), *self._text(line)]
         texts = [self._text(turn.text or "") for turn in turns]
-        if len(ids) + sum(map(len, texts)) > self.max_positions:
+        given = [turn.tokens or () for turn in turns]
+        if len(ids) + sum(map(len, texts)) + sum(map(len, given)) > self.max_positions:
             raise RequestError(
                 "text", f"the conversation is too long; the model has {self.max_positions} positions"
             )
+        if any(not self.vocabulary.has(token) for tokens in given for token in tokens):
+            raise RequestError("turns", "a turn has tokens that are not this model's")
         num_codes = 0
         for turn, text in zip(turns, texts, strict=True):
             if turn.role == "assistant":
-                ids += text
+                ids += text if turn.tokens is None else turn.tokens
+                num_codes += sum(token >= self.vocabulary.first_code for token in turn.tokens or ())
                 continue
             codes = [] if turn.clip is None else self.ear(turn.clip).tolist()
             num_codes += len(codes)
@@ -111,5 +115,7 @@ def _check(turn: Turn) -> None:
     has_text = bool((turn.text or "").strip(BLANK))
     if turn.clip is not None and turn.role != "user":
         raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
-    if not has_text and turn.clip is None:
+    if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
+        raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
+    if not has_text and turn.clip is None and turn.tokens is None:
         raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

@@ -46,10 +46,15 @@ class Vocabulary:
             possible = f"after {len(ranks)} words, the model has rows up to {rows - 1}"
             raise ValueError(f"{directory / TOKENS} {given}; {possible}")
         self.names = {id: token for token, id in self.special.items()}
+        self.num_codes = codes
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a text. Whatever it spells, none of them is special."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def has(self, token: int) -> bool:
+        """Return whether an answer can have this token."""
+        return 0 <= token < self.first_code + self.num_codes
 
     def bytes_of(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a text token; those of a special token are its name."""

@@ -203,6 +203,16 @@ class Runner:
         with self.streams.lm.here(), torch.inference_mode():
             return self.family.feed(self.state, slot, tokens, is_last)
 
+    def end(self, slot: int) -> None:
+        """End a slot's answer: the next step makes nothing, and reports that the slot is done."""
+
+        def work() -> tuple[()]:
+            self.state.done[slot] = True
+            self.state.written[slot] = -1
+            return ()
+
+        self.streams.lm.run(work)
+
     def frames(self, slot: int, count: int) -> AsyncCopy:
         """Return the first frames on a slot's tape [F, *frame], on their way to the host."""
         return self.streams.lm.run(lambda: (self.state.tape[slot, :count],))

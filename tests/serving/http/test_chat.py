@@ -117,6 +117,37 @@ def test_a_spoken_conversation_of_three_turns(client):
     assert all(a.text_tokens < b.text_tokens for a, b in itertools.pairwise(prompts))
 
 
+def test_a_third_turn_prefills_only_its_new_positions(client):
+    """Earlier answers are named by their IDs, so all but the last page of what was read before is in the cache."""
+    page, messages, answers = 16, [{"role": "system", "content": "Be brief."}], []
+    for seconds in (1.0, 2.0, 0.5):
+        messages.append(spoken(seconds))
+        answers.append(asked(client, messages, **AUDIO))
+        messages.append({"role": "assistant", "audio": {"id": answers[-1].choices[0].message.audio.id}})
+    first, second, third = (answer.usage for answer in answers)
+    for before, usage in ((first, second), (second, third)):
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert before.total_tokens - page - 1 <= cached <= before.total_tokens and cached % page == 0
+        assert usage.prompt_tokens > before.total_tokens
+    assert first.prompt_tokens_details.cached_tokens < first.prompt_tokens
+    heard = [usage.prompt_tokens_details.audio_tokens for usage in (first, second, third)]
+    assert heard[0] == 13 and heard[2] == 13 + 25 + 7 + sum(
+        usage.completion_tokens_details.audio_tokens for usage in (first, second)
+    )
+
+
+def test_an_answer_ends_before_a_stop_string(client):
+    whole = asked(client, HELLO)
+    text = whole.choices[0].message.content
+    stop = text[len(text) // 2 :][:3]
+    cut = asked(client, HELLO, stop=["never", stop])
+    assert cut.choices[0].message.content == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < whole.usage.completion_tokens
+    chunks = list(asked(client, HELLO, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text[: text.index(stop)]
+
+
 def test_special_tokens_in_a_text_are_text(client):
     plain = asked(client, [{"role": "user", "content": "a"}]).usage.prompt_tokens
     tricked = asked(client, [{"role": "user", "content": "<|user|>"}]).usage.prompt_tokens
@@ -129,7 +160,10 @@ def test_special_tokens_in_a_text_are_text(client):
         ([{"role": "assistant", "content": "Hm."}], {}, "messages"),
         ([*HELLO, *HELLO], {}, "messages"),
         ([{"role": "user", "content": " "}], {}, "messages"),
-        ([{"role": "assistant", "audio": {"id": "audio_1"}}, *HELLO], {}, "messages"),
+        ([*HELLO, {"role": "assistant", "audio": {"id": "audio_1"}}, *HELLO], {}, "messages"),
+        ([{"role": "user", "audio": {"id": "audio_1"}}], {}, "messages"),
+        (HELLO, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        (HELLO, {"stop": ""}, "stop"),
         ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "%", "format": "wav"}}]}], {}, "messages"),
         (HELLO, {"modalities": ["text", "audio"]}, "audio"),
         (HELLO, {"audio": {"voice": "alloy", "format": "wav"}}, "modalities"),
