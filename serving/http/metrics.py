@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -100,66 +101,50 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, labelnames=["model"], registry=self.registry)
+        self.requests = counter(
             "zoo_requests",
             "Speech requests by outcome: stop (the model ended), length (the frame limit), no_audio, cancelled "
             "(the client disconnected), refused (a bad request), unavailable (the engine was full or away), failed.",
             ["model", "outcome"],
-            registry=self.registry,
         )
-        self.ttfa = Histogram(
-            "zoo_time_to_first_audio_seconds",
-            "Time from a request to its first audio.",
-            ["model"],
-            buckets=TTFA_S,
-            registry=self.registry,
+        self.ttfa = histogram(
+            "zoo_time_to_first_audio_seconds", "Time from a request to its first audio.", buckets=TTFA_S
         )
-        self.rtf = Histogram(
+        self.rtf = histogram(
             "zoo_real_time_factor",
             "Seconds taken per second of audio, for requests that ended without an error.",
-            ["model"],
             buckets=RTF,
-            registry=self.registry,
         )
-        self.underrun = Histogram(
+        self.underrun = histogram(
             "zoo_stream_underrun_seconds",
             "Total time per stream that a listener who plays at once waits for more audio. Streams at 0 are viable. "
             "Only streams that ended without an error count.",
-            ["model"],
             buckets=UNDERRUN_S,
-            registry=self.registry,
         )
-        self.chunks = Counter(
-            "zoo_stream_chunks",
-            "Chunks of audio after the first of each stream.",
-            ["model"],
-            registry=self.registry,
+        self.chunks = counter(
+            "zoo_stream_chunks", "Chunks of audio after the first of each stream.", ["model"]
         )
-        self.late_chunks = Counter(
+        self.late_chunks = counter(
             "zoo_stream_chunks_late",
             "Chunks that arrived after a listener would have played all audio before them.",
             ["model"],
-            registry=self.registry,
         )
-        self.sessions = Gauge("zoo_sessions", "Open WebSocket sessions.", registry=self.registry)
-        self.foreign = Counter(
+        self.sessions = gauge("zoo_sessions", "Open WebSocket sessions.")
+        self.foreign = counter(
             "zoo_foreign_requests",
             "Requests refused because of their Host, or because a page of another site sent them.",
-            registry=self.registry,
         )
-        self.unaccepted = Counter(
+        self.unaccepted = counter(
             "zoo_accept_failures",
             "Times that no connection could be accepted for lack of file descriptors or memory.",
-            registry=self.registry,
         )
-        self.memory = Gauge(
+        self.memory = gauge(
             "zoo_http_memory_bytes",
             "Bytes of recordings and whole answers that the HTTP process holds or has promised.",
-            registry=self.registry,
         )
-        self.audio_s = Counter(
-            "zoo_audio_seconds", "Seconds of audio generated.", ["model"], registry=self.registry
-        )
+        self.audio_s = counter("zoo_audio_seconds", "Seconds of audio generated.", ["model"])
 
     def began(self, model: str, ttfa_s: float) -> None:
         self.ttfa.labels(model).observe(ttfa_s)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 
 from zoo.chatterbox import watermark
 from zoo.chatterbox.config import Config
@@ -23,6 +23,7 @@ from zoo.chatterbox.languages import LANGUAGES, in_language
 from zoo.checkpoint.json_files import read_json
 from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.request import Option, Request, RequestError, sampling_options
+from zoo.text.byte_level import read_bpe
 
 START, STOP, UNKNOWN, SPACE = "[START]", "[STOP]", "[UNK]", "[SPACE]"
 CONTROL = (START, STOP, UNKNOWN, SPACE)
@@ -134,11 +135,7 @@ class Gpt2Tokenizer:
     """GPT-2's byte-level BPE with the directory's tags, such as [laugh]."""
 
     def __init__(self, directory: Path, rows: int):
-        vocab, merges = directory / "vocab.json", directory / "merges.txt"
-        try:
-            self._tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{vocab} and {merges.name} are not a byte-level BPE: {error}") from None
+        self._tokenizer = read_bpe(directory)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tags = read_json(directory / "added_tokens.json")
         most = max([self._tokenizer.get_vocab_size() - 1, *(i for i in tags.values() if type(i) is int)])

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any
 
 from zoo.chatterbox.languages import LANGUAGES
-from zoo.nn.llama_vocabulary import added_token
-from zoo.text.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
+from zoo.text.bpe import ENGLISH, Pair, added_token, byte_symbols, in_symbols, learn, tokenizer_json
 
 STOP, UNKNOWN, SPACE, START = 0, 1, 2, 255
 SIGNS = "!'(),-.?\""  # ids from 3
@@ -40,30 +39,11 @@ def tokenizer(is_multilingual: bool) -> dict[str, Any]:
     words |= {letter: FIRST_LETTER + i for i, letter in enumerate(string.ascii_lowercase)}
     words |= {left + right: FIRST_MERGE + i for i, (left, right) in enumerate(merges())}
     words |= {character: 256 + i for i, character in enumerate(OTHERS)}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            added_token(token_id, name) for name, token_id in sorted(special.items(), key=lambda x: x[1])
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "[UNK]",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": words | special,
-            "merges": [f"{left} {right}" for left, right in merges()],
-        },
-    }
+    tokens = (added_token(token_id, name) for name, token_id in sorted(special.items(), key=lambda x: x[1]))
+    split = {"type": "Whitespace"}
+    return tokenizer_json(
+        words | special, map(" ".join, merges()), tokens, pre_tokenizer=split, unk_token="[UNK]"
+    )
 
 
 @cache

@@ -14,17 +14,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-
 from zoo.cosyvoice2.config import MAX_RAS_WINDOW, Config, LMConfig
 from zoo.request import Option, Request, RequestError, sampling_options
+from zoo.text.byte_level import read_qwen
 
-# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation |
-# line ends | spaces
-_SPLIT = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 MAX_TEXT_TOKENS = 4096
 PIECE_S = 20.0  # about the 80 Chinese characters or English tokens at which the reference splits a text
 MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # per token of the text to speak
@@ -79,24 +72,9 @@ class TextTokenizer:
     """
 
     def __init__(self, directory: Path):
-        vocab, merges = directory / "vocab.json", directory / "merges.txt"
-        for path in (vocab, merges):
-            if not path.exists():
-                raise ValueError(f"{path} does not exist")
-        try:
-            model = models.BPE.from_file(str(vocab), str(merges))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{vocab} and {merges.name} are not a byte-level BPE: {error}") from None
-        self._tokenizer = Tokenizer(model)
+        self._tokenizer = read_qwen(directory)
         first = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         self.special = {token: first + i for i, token in enumerate(SPECIAL)}
-        self._tokenizer.normalizer = normalizers.NFC()
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(_SPLIT, "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []

@@ -26,6 +26,7 @@ from zoo.checkpoint.synthetic import Rule
 from zoo.csm import weights
 from zoo.csm.config import CODEC, DEPTH, Config
 from zoo.csm.vocabulary import AUDIO, AUDIO_END, CHAT_TEMPLATE, texts
+from zoo.nn import mimi_demo
 from zoo.nn.llama_vocabulary import NUM_SPECIAL, NUM_WORDS
 
 INDEX = "transformers.safetensors.index.json"
@@ -63,62 +64,9 @@ def _stack(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head
     }
 
 
-MIMI: dict[str, Any] = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "audio_channels": 1,
-    "codebook_dim": 256,
-    "codebook_size": 2048,
-    "compress": 2,
-    "dilation_growth_rate": 2,
-    "frame_rate": 12.5,
-    "head_dim": 64,
-    "hidden_act": "gelu",
-    "hidden_size": 512,
-    "initializer_range": 0.02,
-    "intermediate_size": 2048,
-    "kernel_size": 7,
-    "last_kernel_size": 3,
-    "layer_scale_initial_scale": 0.01,
-    "max_position_embeddings": 8000,
-    "model_type": "mimi",
-    "norm_eps": 1e-05,
-    "num_attention_heads": 8,
-    "num_filters": 64,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 8,
-    "num_quantizers": 32,
-    "num_residual_layers": 1,
-    "num_semantic_quantizers": 1,
-    "pad_mode": "constant",
-    "residual_kernel_size": 3,
-    "rope_theta": 10000.0,
-    "sampling_rate": 24000,
-    "sliding_window": 250,
-    "trim_right_ratio": 1.0,
-    "upsample_groups": 512,
-    "upsampling_ratios": [8, 6, 5, 4],
-    "use_cache": False,
-    "use_causal_conv": True,
-    "use_conv_shortcut": False,
-    "use_streaming": False,
-    "vector_quantization_hidden_dimension": 256,
-}
-TINY_MIMI = MIMI | {
-    "codebook_dim": 16,
-    "codebook_size": 32,
-    "head_dim": 8,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_filters": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "num_quantizers": 4,
-    "sliding_window": 10,
-    "upsample_groups": 32,
-    "vector_quantization_hidden_dimension": 16,
-}
+HEAD = {"frame_rate": 12.5, "model_type": "mimi"}
+MIMI = HEAD | mimi_demo.PUBLISHED
+TINY_MIMI = HEAD | mimi_demo.TINY | {"codebook_size": 32, "num_quantizers": 4}
 
 
 def _config(

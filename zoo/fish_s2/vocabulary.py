@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from zoo.text.bpe import Pair, byte_symbols, chain, in_symbols
+from zoo.text.bpe import QWEN_PARTS, Pair, added_token, byte_symbols, chain, in_symbols, tokenizer_json
 
 # Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which start at 151669.
 _QWEN = """
@@ -41,10 +41,6 @@ PIECES = (
     "system", "user", "Speech", "Text", "speaker", ".\n\n", ":\n\n", ":\n", "\n\n", "<|", "|>", " [", "]",
     "ing", "er", "ou", "th", "'s", "n't", "12", "e\u0301",
 )  # fmt: skip
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def semantic(code: int) -> str:
@@ -85,35 +81,10 @@ def ranks(full: bool) -> str:
 
 def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:
     """Return tokenizer.json."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     plain = _QWEN_PLAIN.split()
     added = token_ids(full, num_codes).items()
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, **flags, "special": token not in plain} for token, index in added
-        ],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary(full),
-            "merges": [f"{left} {right}" for left, right in merges()],
-        },
-    }
+    tokens = (added_token(index, token, token not in plain) for token, index in added)
+    return tokenizer_json(vocabulary(full), map(" ".join, merges()), tokens, **QWEN_PARTS)
 
 
 def tokenizer_config() -> dict[str, Any]:

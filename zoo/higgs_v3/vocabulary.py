@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain as concatenate
 from typing import Any
 
-from zoo.text.bpe import Pair, byte_symbols, chain, in_symbols
+from zoo.text.bpe import QWEN_PARTS, Pair, added_token, byte_symbols, chain, in_symbols, tokenizer_json
 
 # The 43 control tags that the model card documents. A user's text may contain no other special tokens.
 _EMOTIONS = """
@@ -58,7 +58,6 @@ PUBLISHED_WORDS = 151643
 # All other pieces are filler at that size.
 PUBLISHED_IDS = {"Hello": 9707, " from": 504, " P": 393, "ega": 11188, "In": 641, "fer": 802, ".": 13}
 WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @cache
@@ -81,40 +80,13 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 def tokenizer(full: bool) -> dict[str, Any]:
     """Return tokenizer.json."""
-    words = vocabulary(full)
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": len(words) + i, "content": token, **flags, "special": token not in _QWEN_PLAIN.split()}
-            for i, token in enumerate(ADDED)
-        ],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
-                byte_level,
-            ],
-        },
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": words,
-            "merges": [f"{left} {right}" for left, right in merges()],
-        },
-    }
+    words, plain = vocabulary(full), _QWEN_PLAIN.split()
+    return tokenizer_json(
+        words,
+        map(" ".join, merges()),
+        (added_token(len(words) + i, token, token not in plain) for i, token in enumerate(ADDED)),
+        **QWEN_PARTS,
+    )
 
 
 def tokenizer_config() -> dict[str, Any]:

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from zoo.text.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
+from zoo.text.bpe import (
+    BYTE_LEVEL,
+    ENGLISH,
+    Pair,
+    added_token,
+    byte_symbols,
+    in_symbols,
+    learn,
+    split_bytes,
+    tokenizer_json,
+)
 
 NUM_WORDS = 128000  # as published; the special tokens follow
 NUM_SPECIAL = 256
@@ -40,11 +50,6 @@ def vocabulary(num_words: int) -> dict[str, int]:
     return {token: i for i, token in enumerate([*tokens, *filler])}
 
 
-def added_token(token_id: int, content: str, is_special: bool = True) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": token_id, "content": content, **flags, "special": is_special}
-
-
 def special_tokens(num_words: int, names: Mapping[int, str] = SPECIAL) -> list[dict[str, Any]]:
     """Return Llama 3's special tokens, which follow the words. names: the text of each, by its index."""
     texts = (names.get(i, f"<|reserved_special_token_{i}|>") for i in range(NUM_SPECIAL))
@@ -53,24 +58,16 @@ def special_tokens(num_words: int, names: Mapping[int, str] = SPECIAL) -> list[d
 
 def tokenizer(num_words: int, added: list[dict[str, Any]], has_end: bool = False) -> dict[str, Any]:
     """Return tokenizer.json. has_end: the tokenizer's own template adds END after a text, too."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = BYTE_LEVEL | {"trim_offsets": True}
     first, last = ({"SpecialToken": {"id": name, "type_id": 0}} for name in (BEGIN, END))
     text = [{"Sequence": {"id": "A", "type_id": 0}}, *([last] if has_end else [])]
     names = {BEGIN: num_words} | ({END: num_words + 1} if has_end else {})
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
-                byte_level,
-            ],
-        },
-        "post_processor": {
+    return tokenizer_json(
+        vocabulary(num_words),
+        map(" ".join, merges()),
+        added,
+        pre_tokenizer=split_bytes(SPLIT, byte_level),
+        post_processor={
             "type": "TemplateProcessing",
             "single": [first, *text],
             "pair": [first, *text, {"Sequence": {"id": "B", "type_id": 1}}],
@@ -78,17 +75,6 @@ def tokenizer(num_words: int, added: list[dict[str, Any]], has_end: bool = False
                 name: {"id": name, "ids": [token_id], "tokens": [name]} for name, token_id in names.items()
             },
         },
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": vocabulary(num_words),
-            "merges": [f"{left} {right}" for left, right in merges()],
-        },
-    }
+        decoder=byte_level,
+        ignore_merges=True,
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.nn import llama_vocabulary
-from zoo.nn.llama_vocabulary import SPECIAL, added_token, special_tokens
+from zoo.nn.llama_vocabulary import SPECIAL, special_tokens
 from zoo.orpheus.tokens import CUSTOM, NUM_CUSTOM
+from zoo.text.bpe import added_token
 
 
 def tokenizer(num_words: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.config import change
 from zoo.checkpoint.synthetic import Rule
+from zoo.nn import mimi_demo
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, Config
 from zoo.qwen3_tts.vocabulary import SPECIAL, merges, text_ids, tokenizer_config, vocabulary
 
@@ -176,46 +177,7 @@ CODEC: dict[str, Any] = {
         "vector_quantization_hidden_dimension": 512,
     },
     "encode_downsample_rate": 1920,
-    "encoder_config": {
-        "_frame_rate": 12.5,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "audio_channels": 1,
-        "codebook_dim": 256,
-        "codebook_size": 2048,
-        "compress": 2,
-        "dilation_growth_rate": 2,
-        "head_dim": 64,
-        "hidden_act": "gelu",
-        "hidden_size": 512,
-        "initializer_range": 0.02,
-        "intermediate_size": 2048,
-        "kernel_size": 7,
-        "last_kernel_size": 3,
-        "layer_scale_initial_scale": 0.01,
-        "max_position_embeddings": 8000,
-        "norm_eps": 1e-05,
-        "num_attention_heads": 8,
-        "num_filters": 64,
-        "num_hidden_layers": 8,
-        "num_key_value_heads": 8,
-        "num_quantizers": 32,
-        "num_residual_layers": 1,
-        "num_semantic_quantizers": 1,
-        "pad_mode": "constant",
-        "residual_kernel_size": 3,
-        "rope_theta": 10000.0,
-        "sampling_rate": 24000,
-        "sliding_window": 250,
-        "trim_right_ratio": 1.0,
-        "upsample_groups": 512,
-        "upsampling_ratios": [8, 6, 5, 4],
-        "use_cache": False,
-        "use_causal_conv": True,
-        "use_conv_shortcut": False,
-        "use_streaming": False,
-        "vector_quantization_hidden_dimension": 256,
-    },
+    "encoder_config": {"_frame_rate": 12.5} | mimi_demo.PUBLISHED,
     "encoder_valid_num_quantizers": 16,
     "input_sample_rate": 24000,
     "model_type": "qwen3_tts_tokenizer_12hz",
@@ -236,20 +198,7 @@ TINY_CODEC["decoder_config"] |= {
     "sliding_window": 6,
     "vector_quantization_hidden_dimension": 32,
 }
-TINY_CODEC["encoder_config"] |= {
-    "codebook_dim": 16,
-    "codebook_size": 64,
-    "head_dim": 8,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_filters": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "sliding_window": 10,
-    "upsample_groups": 32,
-    "vector_quantization_hidden_dimension": 16,
-}
+TINY_CODEC["encoder_config"] |= mimi_demo.TINY | {"codebook_size": 64}
 MID_CODEC = copy.deepcopy(CODEC)
 MID_CODEC["decoder_config"] |= {
     "decoder_dim": 512,

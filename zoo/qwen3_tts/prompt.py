@@ -29,17 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-
 from zoo.qwen3_tts.clone import Cloner, EncodedReference
 from zoo.qwen3_tts.config import Config, Defaults
 from zoo.request import Option, Request, RequestError, sampling_options
+from zoo.text.byte_level import read_qwen
 
-# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation |
-# line ends | spaces
-_SPLIT = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 MAX_TEXT_TOKENS = 8192
 PIECE_S = 45.0  # users report that speech over a minute drifts, speeds up or loses its end
 SIZES = {"0b6": "0.6B", "1b7": "1.7B"}
@@ -89,23 +83,8 @@ class TextTokenizer:
     as ordinary text."""
 
     def __init__(self, directory: Path):
-        vocab, merges = directory / "vocab.json", directory / "merges.txt"
-        for path in (vocab, merges):
-            if not path.exists():
-                raise ValueError(f"{path} does not exist")
-        try:
-            model = models.BPE.from_file(str(vocab), str(merges))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{vocab} and {merges.name} are not a byte-level BPE: {error}") from None
-        self._tokenizer = Tokenizer(model)
+        self._tokenizer = read_qwen(directory)
         self.max_id = max(self._tokenizer.get_vocab().values(), default=0)
-        self._tokenizer.normalizer = normalizers.NFC()
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(_SPLIT, "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

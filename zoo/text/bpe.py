@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 Pair = tuple[str, str]
 ENGLISH = """
@@ -16,6 +17,26 @@ coffee but everyone likes a good story what is your name my name is long and it 
 three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little
 model with care
 """
+
+
+# How GPT-2 and its successors treat bytes.
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation |
+# line ends | spaces
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 
 
 def byte_symbols() -> dict[int, str]:
@@ -66,3 +87,38 @@ def _join(word: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
         else:
             joined.append(symbol)
     return tuple(joined)
+
+
+def added_token(token_id: int, content: str, is_special: bool = True) -> dict[str, Any]:
+    """Return an entry of tokenizer.json's added_tokens."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": token_id, "content": content, **flags, "special": is_special}
+
+
+def split_bytes(pattern: str, byte_level: dict[str, Any] = BYTE_LEVEL) -> dict[str, Any]:
+    """Return a pre-tokenizer: pieces of the pattern, as symbols of their bytes."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
+
+
+QWEN_PARTS = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": split_bytes(QWEN_SPLIT),
+    "post_processor": BYTE_LEVEL,
+    "decoder": BYTE_LEVEL,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+}
+
+
+def tokenizer_json(
+    vocab: dict[str, int], merges: Iterable[object], added: Iterable[dict[str, Any]], **parts: Any
+) -> dict[str, Any]:
+    """Return the content of tokenizer.json. merges: pairs as lists, or as texts
+    (the older form). parts: its normalizer, pre_tokenizer, post_processor and decoder;
+    others are settings of the model that differ from BPE's."""
+    steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"vocab": vocab, "merges": list(merges)}
+    model |= {name: parts.pop(name) for name in list(parts) if name not in steps}
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": list(added)}
+    return head | steps | parts | {"model": BPE | model}

@@ -10,11 +10,11 @@ import base64
 import binascii
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from zoo.text.bpe import Pair, byte_symbols
+from zoo.text.byte_level import split_bytes
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -46,8 +46,7 @@ def tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
     made = Tokenizer(BPE(vocab=vocabulary, merges=_merges(vocabulary), ignore_merges=True))
-    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), byte_level])
+    made.pre_tokenizer = split_bytes(pattern)
     return made
 
 

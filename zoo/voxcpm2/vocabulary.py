@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from zoo.text.bpe import ENGLISH, Pair, learn
+from zoo.text.bpe import ENGLISH, Pair, added_token, learn, tokenizer_json
 
 SPECIAL = {
     0: "<unk>",
@@ -54,51 +54,36 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 def tokenizer(full: bool) -> dict[str, Any]:
     """Return the content of tokenizer.json."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": token, **flags} for index, token in SPECIAL.items()],
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-        },
-        "pre_tokenizer": None,
-        "post_processor": {
+    first, text, second = (
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        *({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")),
+    )
+    normalizers = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    return tokenizer_json(
+        vocabulary(full),
+        map(list, merges()),
+        (added_token(index, token) for index, token in SPECIAL.items()),
+        normalizer={"type": "Sequence", "normalizers": normalizers},
+        post_processor={
             "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "<s>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "single": [first, text],
+            "pair": [text, second],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
         },
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": vocabulary(full),
-            "merges": [list(pair) for pair in merges()],
-        },
-    }
+        decoder={"type": "Sequence", "decoders": decoders},
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
 
 
 def tokenizer_config() -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""The settings of Mimi for demo checkpoints: the published ones, and tiny ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PUBLISHED: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "audio_channels": 1,
+    "codebook_dim": 256,
+    "codebook_size": 2048,
+    "compress": 2,
+    "dilation_growth_rate": 2,
+    "head_dim": 64,
+    "hidden_act": "gelu",
+    "hidden_size": 512,
+    "initializer_range": 0.02,
+    "intermediate_size": 2048,
+    "kernel_size": 7,
+    "last_kernel_size": 3,
+    "layer_scale_initial_scale": 0.01,
+    "max_position_embeddings": 8000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 8,
+    "num_filters": 64,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "num_quantizers": 32,
+    "num_residual_layers": 1,
+    "num_semantic_quantizers": 1,
+    "pad_mode": "constant",
+    "residual_kernel_size": 3,
+    "rope_theta": 10000.0,
+    "sampling_rate": 24000,
+    "sliding_window": 250,
+    "trim_right_ratio": 1.0,
+    "upsample_groups": 512,
+    "upsampling_ratios": [8, 6, 5, 4],
+    "use_cache": False,
+    "use_causal_conv": True,
+    "use_conv_shortcut": False,
+    "use_streaming": False,
+    "vector_quantization_hidden_dimension": 256,
+}
+TINY = PUBLISHED | {
+    "codebook_dim": 16,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_filters": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "sliding_window": 10,
+    "upsample_groups": 32,
+    "vector_quantization_hidden_dimension": 16,
+}
