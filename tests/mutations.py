@@ -20,6 +20,7 @@ FILES = (
     "speech_tokenizer/config.json",
     "snac_24khz/config.json",
     "dac_44khz/config.json",
+    "backbone/config.json",
 )
 REMOVED = object()
 OTHERS = (REMOVED, None, "5", "", [], {}, True, -1, 0, 10**9, 0.5, float("nan"), [None])

@@ -66,3 +66,17 @@ environment glm4_voice cosyvoice-minicpmo==0.1.0 transformers==5.23.0 torchaudio
     omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 importlib_metadata==10.2.0 zipp==4.1.2 pillow==13.0.0 requests==2.34.2 \
     urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 rm -f "$(site .venv-parity-glm4_voice)"/torchaudio/lib/*.so
+# ESPnet's SpeechLM is in no package: its source is taken from a fork by its author, or from the clone of it in OPUSLM_SOURCE. Of both
+# sources only a few files are imported, because the packages around them would import the trainer.
+environment opuslm transformers==5.23.0
+opuslm=.venv-parity-opuslm
+commit=5f0a39acd00d09f3124f6b6cea123cdaa9de9995
+"$opuslm/bin/python" -m pip download --quiet --no-deps --ignore-requires-python --dest "$opuslm" espnet==202611
+"$opuslm/bin/python" -m zipfile -e "$opuslm"/espnet-202611-*.whl "$opuslm/espnet"
+rm -rf "$opuslm/speechlm"
+mkdir "$opuslm/speechlm"
+if [ -n "${OPUSLM_SOURCE:-}" ]; then
+    git -C "$OPUSLM_SOURCE" archive --prefix=espnet/espnet2/ "$commit:espnet2" speechlm train/preprocessor.py
+else
+    curl --fail --silent --location "https://github.com/jctian98/espnet/archive/$commit.tar.gz" | gunzip
+fi | tar -x -C "$opuslm/speechlm" --strip-components=1 --wildcards '*/espnet2/speechlm' '*/espnet2/train/preprocessor.py'
