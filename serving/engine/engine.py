@@ -277,7 +277,7 @@ class Engine:
         if models:
             self.iterations.add(self.clock() - began_s)
         for model in self.models.values():
-            model.record_speakers()
+            model.expectations.refresh()
         self.lifecycle.refuse_late()
         are_idle = self.paging.is_idle and all(model.is_idle for model in self.models.values())
         return bool(finished) or not are_idle

@@ -231,8 +231,10 @@ class Job:
         self.is_composing = False
 
     def write(self, token: int, num_ready: int, is_done: bool) -> None:
-        """Record a text token that the model wrote (-1: none), and the frames before it. A character is delivered
-        once all its bytes are here, or no more come."""
+        """Record a text token that the model wrote (-1: none), and the frames before it.
+
+        A character is delivered once all its bytes are here, or no more come.
+        """
         if token >= 0:
             self.text_tokens += 1
             self.written.append((token, num_ready))

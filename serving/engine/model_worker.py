@@ -22,6 +22,7 @@ from serving.engine.device.arena import Arena, paged_past
 from serving.engine.device.runner import Runner
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import NOT_FINITE
+from serving.engine.expectations import Expectations
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
@@ -100,6 +101,7 @@ class ModelWorker:
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
+        self.expectations = Expectations(self.scheduler, self.forecaster, self.running)
         self.failing: dict[Job, str] = {}  # as ModelRound
         self.tenants = Tenants(settings.num_slots)
         self.round = ModelRound(
@@ -190,7 +192,9 @@ class ModelWorker:
 
     def needed_to_admit(self, job: Job) -> list[int]:
         """Return the pages with which a job begins, as of `SlotPages.num_needed`. Some may be shared."""
-        return self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
+        return self.pages.num_needed(
+            job.prompt, self.expectations.usual_frames(job) if self.settings.grows else None
+        )
 
     def _begin(self, job: Job, skips: list[int], begin: Callable[..., None]) -> None:
         begin(
@@ -199,7 +203,7 @@ class ModelWorker:
             skips,
             grid_offset=job.prompt.grid_offset,
             steps=job.prompt.num_fed_steps,
-            expected_frames=self._expected_frames(job),
+            expected_frames=self.expectations.frames(job),
             is_final=job.prompt.is_final,
         )
         job.num_cached += skips[0]
@@ -243,31 +247,6 @@ class ModelWorker:
         """Return the jobs that have been paused by backpressure since before then."""
         stalled = np.flatnonzero(self.scheduler.slots.listener.backpressure_since_s < since_s)
         return [self.running[slot] for slot in stalled.tolist()]
-
-    # estimates
-
-    def _usual_frames(self, job: Job) -> int:
-        """Return an upper estimate of a pass's frames."""
-        usual = self.forecaster.lengths.usual(job.request.text_bytes) - job.past.frames
-        return max(usual, self.scheduler.shapes.first_frames)
-
-    def _expected_frames(self, job: Job) -> float:
-        """Return the frames to expect of this pass and those behind it."""
-        frames = self.forecaster.lengths.expected(job.request.text_bytes) - job.past.frames
-        return min(frames, job.prompt.max_frames) if job.prompt.is_final else frames
-
-    def record_speakers(self) -> None:
-        """Refresh the estimates that the next iteration's decisions read."""
-        scheduler, forecaster = self.scheduler, self.forecaster
-        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, self._speeds)
-        scheduler.timing.iteration_s = forecaster.iteration_s
-        scheduler.timing.other_models_s = forecaster.outlook.other_models_s
-        scheduler.timing.step_s = forecaster.costs.iteration_s(slots=len(self.running))
-
-    @property
-    def _speeds(self) -> list[float]:
-        """At which speeds listeners play."""
-        return [job.listener.speed for job in self.running.values() if not job.listener.is_flexible]
 
     # pages
 

@@ -1,0 +1,39 @@
+"""What one model's next iteration and its requests are expected to take."""
+
+from __future__ import annotations
+
+from serving.engine.job import Job
+from serving.engine.schedule.admission import Forecaster
+from serving.engine.schedule.scheduler import Scheduler
+
+
+class Expectations:
+    """running: the jobs with a slot, by slot."""
+
+    def __init__(self, scheduler: Scheduler, forecaster: Forecaster, running: dict[int, Job]):
+        self.scheduler = scheduler
+        self.forecaster = forecaster
+        self.running = running
+
+    def usual_frames(self, job: Job) -> int:
+        """Return an upper estimate of a pass's frames."""
+        usual = self.forecaster.lengths.usual(job.request.text_bytes) - job.past.frames
+        return max(usual, self.scheduler.shapes.first_frames)
+
+    def frames(self, job: Job) -> float:
+        """Return the frames to expect of this pass and those behind it."""
+        frames = self.forecaster.lengths.expected(job.request.text_bytes) - job.past.frames
+        return min(frames, job.prompt.max_frames) if job.prompt.is_final else frames
+
+    def refresh(self) -> None:
+        """Refresh the estimates that the next iteration's decisions read."""
+        scheduler, forecaster = self.scheduler, self.forecaster
+        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, self._speeds)
+        scheduler.timing.iteration_s = forecaster.iteration_s
+        scheduler.timing.other_models_s = forecaster.outlook.other_models_s
+        scheduler.timing.step_s = forecaster.costs.iteration_s(slots=len(self.running))
+
+    @property
+    def _speeds(self) -> list[float]:
+        """At which speeds listeners play."""
+        return [job.listener.speed for job in self.running.values() if not job.listener.is_flexible]
