@@ -84,13 +84,16 @@ def flat(settings):
 def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_path, monkeypatch):
     monkeypatch.setattr(serve_flags, "find_spec", lambda name: "is installed")
     given = [part for flag, value in FLAGS.items() for part in (flag, value) if part is not None]
-    settings, env = started(f"m={tmp_path}", *given, "--voices-dir", tmp_path / "v")
+    words = tmp_path / "words.json"
+    words.write_text("[]")
+    paths = ("--voices-dir", tmp_path / "v", "--pronunciations", words)
+    settings, env = started(f"m={tmp_path}", *given, *paths)
     same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}
     assert not same, f"no flag has changed {same}"
     assert settings.models == {"m": str(tmp_path)} and env["ZOO_API_KEY"] == "sk-a"
     assert "sk-a" not in msgspec.json.encode(settings).decode()
     without_key = {name: value for name, value in FLAGS.items() if name != "--api-key"}
-    assert len(flat(settings)) == len(without_key) + 2  # and the models and --voices-dir
+    assert len(flat(settings)) == len(without_key) + 1 + len(paths) // 2  # and the models
 
 
 def test_two_amounts_of_reference_audio_are_not_mixed_up(started, tmp_path):
