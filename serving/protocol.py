@@ -99,6 +99,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     split_text: bool = True
     normalize: bool = False
     stop: tuple[str, ...] = ()
+    output: str = "speech"
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ class ModelInfo(msgspec.Struct):
     mixes: bool = False  # whether it can mix voices
     shares_turns: bool = False  # whether a request can continue a conversation
     answers: bool = False  # whether it answers conversations instead of speaking texts
+    outputs: tuple[str, ...] = ("speech",)  # what a request may ask for
 
 
 class Models(Message):

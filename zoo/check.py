@@ -18,19 +18,21 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     Raises RequestError for anything that the model does not take; the message says what it takes.
     """
     name = spec.name or f"{spec.family} {spec.variant}"
+    _check_output(request, spec, name)
+    is_spoken, is_transcript = request.output == "speech", request.output == "transcript"
     is_turn = spec.answers and bool(request.turns) and request.turns[-1].role == "user"
-    if not request.text.strip(BLANK) and not is_turn:
+    if not request.text.strip(BLANK) and not (is_turn or is_transcript):
         raise RequestError("text", "text is empty")
     if request.normalize and spec.answers:
         raise RequestError("normalize", f"{name} answers a text instead of speaking it: leave out normalize")
     is_mixed = bool(shares(request, spec))
-    if not is_mixed:
+    if is_spoken and not is_mixed:
         _check_voice(request, spec, name)
     _check_language(request, spec, name)
     _check_instructions(request, spec, name)
-    if not is_mixed:
+    if is_spoken and not is_mixed:
         _check_references(request, spec, name)
-    if request.turns and not spec.listens:
+    if request.turns and not (spec.listens or is_transcript):
         raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
         raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
@@ -43,6 +45,17 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     if request.is_open and not spec.feeds:
         raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
     return _options(request, spec, name)
+
+
+def _check_output(request: Request, spec: Spec, name: str) -> None:
+    if request.output not in spec.outputs:
+        possible = _listed(spec.outputs)
+        raise RequestError("output", f"{name} cannot give {request.output!r}; possible: {possible}")
+    if request.output != "transcript":
+        return
+    turns = request.turns
+    if len(turns) != 1 or turns[0].clip is None or turns[0].text or request.text:
+        raise RequestError("turns", "a transcript is of one turn with a clip, and nothing else")
 
 
 def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
@@ -130,7 +143,7 @@ def _check_instructions(request: Request, spec: Spec, name: str) -> None:
     is_given = bool((request.instructions or "").strip(BLANK))
     if is_given and not {"instruct", "design"} & set(spec.modes):
         raise RequestError("instructions", f"{name} takes no instructions{_hint(spec, 'instructions')}")
-    if not is_given and spec.modes == ("design",):
+    if not is_given and spec.modes == ("design",) and request.output == "speech":
         raise RequestError(
             "instructions", f"instructions are needed: {name} makes a voice from a description of it"
         )

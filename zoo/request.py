@@ -211,6 +211,8 @@ class Request:
     split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
     normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
     stop: strings before which an answer ends, for models that answer.
+    output: "speech"; "text", an answer in text without audio; or "transcript", the words of the clip in the
+    only turn. `Spec.outputs` lists those of a model.
     """
 
     text: str
@@ -231,6 +233,7 @@ class Request:
     split_text: bool = True
     normalize: bool = False
     stop: tuple[str, ...] = ()
+    output: str = "speech"
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value that no model can take, so that no request can stop an engine."""

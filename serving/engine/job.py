@@ -175,8 +175,9 @@ class Job:
         return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
     def ending(self) -> Finished | Failed:
-        """Return the last event of a job that was not cut off. An answer may be text alone."""
-        is_written = self.text_tokens > 0 and self.model.family.spec.answers
+        """Return the last event of a job that was not cut off. An answer may be text alone, and a transcript
+        empty."""
+        is_written = self.prompt.is_text or (self.text_tokens > 0 and self.model.family.spec.answers)
         if self.num_frames == 0 and not is_written:
             return Failed(NO_AUDIO, code="no_audio")
         is_cut = self.past.was_cut and not self.writing.is_stopped
@@ -215,7 +216,7 @@ class Job:
     def end_pass(self, spec: Spec) -> Literal["short", "long"] | None:
         """Note whether a pass that is over was cut. Return whether its speech is far too short or long."""
         is_cut = self.pass_frames >= self.prompt.max_frames
-        if spec.answers:  # one token a step, of text or audio
+        if spec.answers or self.prompt.is_text:  # one token a step, of text or audio
             is_cut |= self.pass_frames + self.text_tokens >= self.prompt.max_steps
         self.past.was_cut |= is_cut
         if not self.prompt.expected_s:

@@ -110,4 +110,5 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         mixes=spec.mixes,
         shares_turns=spec.shares_turns,
         answers=spec.answers,
+        outputs=spec.outputs,
     )

@@ -467,6 +467,8 @@ class Model(msgspec.Struct):
     mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
     shares_turns: bool  # whether a request may continue a conversation
     answers: bool  # whether it answers conversations (POST /v1/chat/completions) instead of speaking texts
+    # speech, text (answers without audio), transcript (POST /v1/audio/transcriptions)
+    outputs: tuple[str, ...]
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by

@@ -62,6 +62,7 @@ class Prompt:
     # the number of steps that the text so far allows; None if the text is complete
     num_fed_steps: int | None = None
     conversation: str | None = None  # the request's `conversation`
+    is_text: bool = False  # whether the pass gives text and no frame, in at most `max_steps` steps
     is_final: bool = True  # whether this is certainly the last pass of the answer
     expected_s: float = 0.0  # roughly how long its speech is; 0: unknown
     text: str = ""  # the text of the pass, if known

@@ -127,6 +127,8 @@ class Spec:
     # whether the model answers its text and turns instead of speaking them: turns alone are a request, and
     # neither the text nor its length says what is spoken
     answers: bool = False
+    # what a request may ask for (`Request.output`): "speech", "text" (an answer without audio), "transcript"
+    outputs: tuple[str, ...] = ("speech",)
     # whether a later turn can continue behind an answer's own tokens: `Family.answer_tokens`
     keeps_answers: bool = False
     # whether the next turn of a conversation can reuse the KV cache of generated frames
