@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -49,13 +50,13 @@ from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import SIZES, STRATEGY
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
-from zoo.nn.conv import CodecState
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
-from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.carried import heard
+from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Stretch, may_follow_values
 from zoo.nn.sampling import gumbel, normal
@@ -399,14 +400,14 @@ class CosyVoice2(Family[CosyVoice2State]):
     def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
         if not may_follow_values(view.slots):
             return self._samples(state, view, self._mel(state, view))
-        heard = []
+        made = []
         for part in parts(view, MAX_CODES_AT_ONCE):
             mel, first = self._mel(state, part), 0
             for few in parts(part, MAX_CODES_HEARD):
                 stop = first + len(few.slots)
-                heard.append(self._samples(state, few, mel[first:stop]))
+                made.append(self._samples(state, few, mel[first:stop]))
                 first = stop
-        samples, valid = zip(*heard, strict=True)
+        samples, valid = zip(*made, strict=True)
         return torch.cat(samples), torch.cat(valid)
 
     def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
@@ -450,33 +451,13 @@ class CosyVoice2(Family[CosyVoice2State]):
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
     def _samples(self, state: CosyVoice2State, view: View, mel: Tensor) -> tuple[Tensor, Tensor]:
-        """Return samples of mel [B, 2 * view.frames, MELS] and the number of valid ones [B].
-
-        The samples end before the last frame by the vocoder's lag. At the end of the speech silent frames are
-        appended until all samples are out.
-        """
-        slots, plan = view.slots, self.vocoder.plan
-        start, heard = state.num_mel[slots], state.num_heard[slots]
-        num_new = TOKEN_FRAMES * view.count
-        limit = start + num_new
-        ends = torch.maximum(heard, MEL_SAMPLES * limit - torch.where(view.is_last, 0, plan.lag))
-        count = num_new + torch.where(view.is_last & (ends > heard), plan.flush, 0)
-        most, frames = mel.shape[1] * MEL_SAMPLES + plan.lag, mel.shape[1] + plan.flush
-        if may_follow_values(count):
-            frames = max(1, int(count.max()))
-        mel = F.pad(mel.to(state.vocoder.dtype), (0, 0, 0, plan.flush))[:, :frames]
-
-        place = Place(start, torch.where(view.is_last, limit, NO_LIMIT), frames)
-        past = CodecState(self.vocoder.layout, state.vocoder[slots], frames, count)
-        noise = self._noise(state, slots, place.at(1, plan.f0_lag + 1, frames + 1))
-        samples, phases = self.vocoder(mel, place, past, state.phase[slots], noise)
-        state.vocoder[slots] = past.next()
-        state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
-        state.num_mel[slots] = limit
-
-        state.num_heard[slots] = ends
-        at = (heard - MEL_SAMPLES * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
-        return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
+        """Return samples of mel [B, 2 * view.frames, MELS] and the number of valid ones [B]."""
+        slots, start = view.slots, state.num_mel[view.slots]
+        stop = start + TOKEN_FRAMES * view.count
+        noise = partial(self._noise, state, slots)
+        samples = heard(self.vocoder, state, slots, mel, start, stop, view.is_last, noise)
+        state.num_mel[slots] = stop
+        return samples
 
     def _start(self, state: CosyVoice2State, noise: Tensor, stretch: Stretch) -> Tensor:
         """Return the flow's starting noise [B, 2T, MELS] from given noise.

@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
@@ -35,10 +35,9 @@ from zoo.glm4_voice.listener import Listener
 from zoo.glm4_voice.lm import Lm
 from zoo.glm4_voice.prompt import PromptWriter
 from zoo.glm4_voice.strategy import GRID, LOOKAHEAD, STRATEGY
-from zoo.nn.conv import CodecState
 from zoo.nn.narrow import dtype_of
+from zoo.nn.s3.carried import heard
 from zoo.nn.s3.held_pitch import Vocoder
-from zoo.nn.s3.hift import NO_LIMIT, Place
 from zoo.nn.s3.sizes import MELS
 from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import draw, gumbel, normal, uniform_noise
@@ -219,7 +218,8 @@ class Glm4Voice(Family[VoiceState]):
         is_new = (mel_start[:, None] + at < mel_stop[:, None])[..., None]
         place = (mel_start[:, None] + at) % KEPT_MEL
         state.mel[slots[:, None], place] = torch.where(is_new, mel, state.mel[slots[:, None], place])
-        return self._samples(state, view, mel, mel_start, mel_stop)
+        noise = partial(self._noise, state, slots)
+        return heard(self.vocoder, state, slots, mel, mel_start, mel_stop, view.is_last, noise)
 
     def _mel(self, state: VoiceState, slots: Tensor, first: Tensor, start: Tensor, end: Tensor) -> Tensor:
         """Return the mel [B, T, MELS] of codes first .. end, given that of codes first .. start."""
@@ -231,33 +231,6 @@ class Glm4Voice(Family[VoiceState]):
         at = _mel_frames(first)[:, None] + torch.arange(mel_frames(num), device=slots.device)
         prompt = state.mel[slots[:, None], at % KEPT_MEL]
         return self.flow(codes, count, prompt, _mel_frames(start) - _mel_frames(first))
-
-    def _samples(
-        self, state: VoiceState, view: View, mel: Tensor, start: Tensor, stop: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return samples of mel frames start .. stop [B], mel [B, CELL_MEL, MELS], and how many are valid.
-
-        The samples end before the last frame by the vocoder's lag. At the end of the answer silent frames follow until
-        all samples are out.
-        """
-        slots, plan, heard = view.slots, self.vocoder.plan, state.num_heard[view.slots]
-        ends = torch.maximum(heard, MEL_SAMPLES * stop - torch.where(view.is_last, 0, plan.lag))
-        count = stop - start + torch.where(view.is_last & (ends > heard), plan.flush, 0)
-        frames = CELL_MEL + plan.flush
-        mel = F.pad(mel, (0, 0, 0, plan.flush))
-        if may_follow_values(count):
-            frames = max(1, int(count.max()))
-            mel = mel[:, :frames]
-        place = Place(start, torch.where(view.is_last, stop, NO_LIMIT), frames)
-        past = CodecState(self.vocoder.layout, state.vocoder[slots], frames, count)
-        noise = self._noise(state, slots, place.at(1, plan.f0_lag + 1, frames + 1))
-        samples, phases = self.vocoder(mel, place, past, state.phase[slots], noise)
-        state.vocoder[slots] = past.next()
-        state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
-        state.num_heard[slots] = ends
-        most = CELL_MEL * MEL_SAMPLES + plan.lag
-        at = (heard - MEL_SAMPLES * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
-        return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
 
     def _noise(self, state: VoiceState, slots: Tensor, frame: Tensor) -> Tensor:
         """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the answer [B, W]."""

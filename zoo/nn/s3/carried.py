@@ -1,0 +1,59 @@
+"""HiFT over a stream's windows: its past, the phases of its source and the samples that were given out are rows
+of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.nn.conv import CodecState
+from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.stretch import may_follow_values
+
+
+class Carried(Protocol):
+    """The rows of all slots: the vocoder's past [S+1, layout.size], phases in turns [S+1, H] fp64, and the
+    samples given out so far [S+1]."""
+
+    vocoder: Tensor
+    phase: Tensor
+    num_heard: Tensor
+
+
+def heard(
+    vocoder: Vocoder,
+    state: Carried,
+    slots: Tensor,
+    mel: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    is_last: Tensor,
+    noise: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return samples [B, F * mel_samples + lag] of mel frames start .. stop [B], and how many are valid [B].
+
+    mel [B, F, MELS]; noise: of frames [B, W] of the speech, [B, W, mel_samples, H]. The samples end before the
+    last frame by the vocoder's lag. At the end of the speech silent frames follow until all samples are out.
+    """
+    plan, before = vocoder.plan, state.num_heard[slots]
+    size = plan.mel_samples
+    ends = torch.maximum(before, size * stop - torch.where(is_last, 0, plan.lag))
+    count = stop - start + torch.where(is_last & (ends > before), plan.flush, 0)
+    most, frames = mel.shape[1] * size + plan.lag, mel.shape[1] + plan.flush
+    if may_follow_values(count):
+        frames = max(1, int(count.max()))
+    mel = F.pad(mel.to(state.vocoder.dtype), (0, 0, 0, plan.flush))[:, :frames]
+
+    place = Place(start, torch.where(is_last, stop, NO_LIMIT), frames)
+    past = CodecState(vocoder.layout, state.vocoder[slots], frames, count)
+    around = noise(place.at(1, plan.f0_lag + 1, frames + 1))
+    samples, phases = vocoder(mel, place, past, state.phase[slots], around)
+    state.vocoder[slots] = past.next()
+    state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
+    state.num_heard[slots] = ends
+    at = (before - size * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
+    return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - before
