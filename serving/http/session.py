@@ -7,10 +7,7 @@ An utterance is all text up to an input.done. Utterances are spoken one after th
 all of them immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is
 "cancel". The engine then frees the slot at its next step. Each utterance ends with one audio.done or one
 error. When the server stops, utterances that have begun may finish within its grace period. A message that
-is wrong gets an error and has no other effect.
-
-Close codes: 1012 the server is stopping, 1003 a binary message, 1008 too many wrong messages, 4408 idle.
-uvicorn adds 1007 (not UTF-8) and 1009 (too large).
+is wrong gets an error and has no other effect. socket.py lists the close codes.
 """
 
 from __future__ import annotations
@@ -19,13 +16,12 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
 from litestar.exceptions import HTTPException
-from litestar.types import Receive, ReceiveMessage, Send
+from litestar.types import Receive, Send
 
 from serving.audio import encode
 from serving.engine_client import Away
@@ -47,30 +43,16 @@ from serving.http.listener import STOPPING
 from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
+from serving.http.socket import SILENT, STOPS, Closed, Socket, away, ended
 from serving.http.utterance import Idle, Settings, Utterance
 
 PATH = "/v1/audio/speech/stream"
-STOPS, UNSUPPORTED, POLICY, SILENT = 1012, 1003, 1008, 4408
 MAX_QUEUED = 16  # utterances
-MAX_WRONG = 100  # messages
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-class Closed(Exception):
-    """The session must close, with a code and a reason."""
-
-    def __init__(self, code: int, reason: str):
-        super().__init__(reason)
-        self.code, self.reason = code, reason
-
-
-class Left(Exception):
-    """The client has disconnected."""
 
 
 class Session:
@@ -78,31 +60,21 @@ class Session:
 
     def __init__(self, server: Server, receive: Receive, send: Send, id: str | None = None):
         """id: the client's request ID."""
-        self.server, self.receive, self.send, self.id = server, receive, send, id
+        self.server, self.id = server, id
+        idle_s = server.limits.session_idle_s
+        self.socket = Socket(receive, send, idle_s, lambda: bool(self.queue), lambda: self.turn.set())
         self.settings: Settings | None = None
         self.open: Utterance | None = None  # the one that takes text
         self.queue: deque[Utterance] = deque()  # all that have not ended; the first one speaks
         self.turn = asyncio.Event()  # the queue has changed
-        self.early: ReceiveMessage | None = None  # arrived while a config's recordings were decoded
         self.speaking: asyncio.Task[AudioDone | Failure] | None = None
-        self.num_utterances = self.num_wrong = 0
-        self.is_stopping = False  # whether the server is stopping: utterances that have begun may finish
-        self.active_s = time.monotonic()  # time of the last message or of the end of the last utterance
+        self.num_utterances = 0
 
     async def run(self) -> None:
-        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._talk())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for index in range(len(tasks)):
-                if tasks[index].done():
-                    tasks[index].result()
-        except Closed as closed:
-            await self._close(closed)
-        except (Left, OSError):
-            pass
+            await self.socket.run(self._listen(), self._talk())
         finally:
-            await ended(*tasks, self.speaking)
-            tasks.clear()  # an error's traceback has this frame, and its task has the error
+            await ended(self.speaking)
             self._forget()
 
     def _forget(self) -> None:
@@ -111,68 +83,19 @@ class Session:
         self.settings = self.open = self.speaking = None
         self.queue.clear()
 
-    async def _close(self, closed: Closed) -> None:
-        await self.send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
-
     # Messages from the client.
 
     async def _listen(self) -> None:
         while True:
-            text = await self._next()
+            text = await self.socket.next()
             try:
                 await self._take(text)
-                self.num_wrong = 0
+                self.socket.note(is_wrong=False)
             except HTTPException as error:
-                await self._wrong(error)
+                await self._tell(Failure(error_of(error)))
+                self.socket.note(is_wrong=True)
             except Away as error:
                 await self._tell(Failure(error_of(away(error))))
-
-    async def _next(self) -> str:
-        """Return the next text message. Raises Left, Closed."""
-        self.active_s, idle_s = time.monotonic(), self.server.limits.session_idle_s
-        while True:
-            until_s = (time.monotonic() if self.queue else self.active_s) + idle_s
-            try:
-                message = await asyncio.wait_for(self._receive(), until_s - time.monotonic())
-            except TimeoutError:
-                if not self.queue and time.monotonic() >= self.active_s + idle_s:
-                    raise Closed(SILENT, f"the session was idle for {idle_s:g} s") from None
-                continue
-            match message:
-                case {"type": "websocket.disconnect"}:
-                    raise Left
-                case {"type": "websocket.stopping"}:  # listener.py sends it
-                    self.is_stopping = True
-                    self.turn.set()
-                case {"type": "websocket.receive", "text": str(text)}:
-                    return text
-                case {"type": "websocket.receive"}:
-                    raise Closed(UNSUPPORTED, "messages must be JSON in text messages")
-
-    async def _receive(self) -> ReceiveMessage:
-        message, self.early = self.early, None
-        return await self.receive() if message is None else message
-
-    async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, and cancel it if the client disconnects. One other message may arrive
-        in the meantime; it is handled afterwards. Raises Left, and the errors of `work`."""
-        working, arriving = asyncio.create_task(work), asyncio.create_task(self._receive())
-        try:
-            await asyncio.wait((working, arriving), return_when=asyncio.FIRST_COMPLETED)
-            if arriving.done() and arriving.result()["type"] == "websocket.disconnect":
-                raise Left
-            return await working
-        finally:
-            if arriving.done():
-                self.early = arriving.result()
-            await ended(working, arriving)
-            del working, arriving  # an error's traceback has this frame, and the task has the error
-
-    async def _wrong(self, error: HTTPException) -> None:
-        self.num_wrong += 1
-        await self._tell(Failure(error_of(error)))
-        if self.num_wrong >= MAX_WRONG:
-            raise Closed(POLICY, f"{self.num_wrong} messages in a row were wrong")
 
     async def _take(self, text: str) -> None:
         """Handle a message. Raises the refusal, Away."""
@@ -207,7 +130,7 @@ class Session:
         can_feed = model.feeds and options.get("text_mode") != "full" and not must_wait
         if own.split_granularity == "token" and not can_feed:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
-        loaded = await self._while_connected(self.server.references.find(voice, request, model))
+        loaded = await self.socket.while_connected(self.server.references.find(voice, request, model))
         request.forget_audio()
         return Settings(
             request=request,
@@ -253,7 +176,7 @@ class Session:
         self.open.say(text)
 
     async def _begin(self, settings: Settings) -> None:
-        if self.is_stopping:
+        if self.socket.is_stopping:
             raise refusal(503, STOPPING, code="stopping", retry_after_s=AWAY_RETRY_S)
         if settings.is_cancelling:
             await self._cancel()
@@ -265,7 +188,9 @@ class Session:
         self.num_utterances += 1
         seed = settings.request.seed
         seed = secrets.randbits(63) if seed is None else seed
-        self.open = Utterance(self.num_utterances, self.server, settings, seed, self._tell, self._send_bytes)
+        self.open = Utterance(
+            self.num_utterances, self.server, settings, seed, self._tell, self.socket.send_bytes
+        )
         self.queue.append(self.open)
         self.turn.set()
 
@@ -290,14 +215,14 @@ class Session:
         """Speak the queued utterances, one after the other. Raises Closed."""
         while True:
             while not self.queue:
-                if self.is_stopping:
+                if self.socket.is_stopping:
                     raise Closed(STOPS, STOPPING)
                 self.turn.clear()
                 await self.turn.wait()
             utterance = self.queue[0]
             speaking = self.speaking = asyncio.create_task(self._speak(utterance))
             await asyncio.wait((speaking,))
-            self.speaking, utterance.is_over, self.active_s = None, True, time.monotonic()
+            self.speaking, utterance.is_over, self.socket.active_s = None, True, time.monotonic()
             # Otherwise the utterance was cancelled, and `_cancel` has reported it.
             if self.queue and self.queue[0] is utterance:
                 self.queue.popleft()
@@ -322,20 +247,7 @@ class Session:
         return Failure(log_refused(error, **facts), utterance.number)
 
     async def _tell(self, event: ServerEvent) -> None:
-        await self.send(
-            {"type": "websocket.send", "bytes": None, "text": msgspec.json.encode(event).decode()}
-        )
-
-    async def _send_bytes(self, data: bytes) -> None:
-        await self.send({"type": "websocket.send", "bytes": data, "text": None})
-
-
-async def ended(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended."""
-    there = [task for task in tasks if task is not None]
-    for task in there:
-        task.cancel()
-    await asyncio.gather(*there, return_exceptions=True)
+        await self.socket.send_text(msgspec.json.encode(event).decode())
 
 
 def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
@@ -358,7 +270,3 @@ def decoded_hz(request: SpeechRequest, model: Model) -> int:
     except ValueError as error:
         raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
     return form.decoded_hz or rate_hz
-
-
-def away(error: Away) -> HTTPException:
-    return refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)

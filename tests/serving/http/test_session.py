@@ -26,7 +26,8 @@ from serving.http import listener
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.schemas import Limits
 from serving.http.sentences import MAX_CHARS, PassEnd, Sentences
-from serving.http.session import MAX_QUEUED, MAX_WRONG
+from serving.http.session import MAX_QUEUED
+from serving.http.socket import MAX_WRONG
 
 PATH = "/v1/audio/speech/stream"
 CHANCE = msgspec.structs.replace(
