@@ -37,6 +37,7 @@ from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
 from serving.http.routes.models import list_choices, list_models, one_model
+from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
@@ -114,6 +115,7 @@ def create_app(
         [
             Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
             speak_in_session,
+            converse,
             health,
             ready,
             *([] if security.private_metrics else [metrics]),

@@ -56,10 +56,14 @@ def check(data: ChatRequest) -> None:
         raise refusal(400, f"a stream has audio in pcm16, not in {data.audio.format}", "audio")
 
 
+def voice_of(data: ChatRequest) -> str | None:
+    given = None if data.audio is None else data.audio.voice
+    return given.id if isinstance(given, Voice) else given
+
+
 def warnings_of(data: ChatRequest, model: Model) -> list[str]:
     """Return a warning for a voice that the model does not have. OpenAI's clients must name one."""
-    given = None if data.audio is None else data.audio.voice
-    voice = given.id if isinstance(given, Voice) else given
+    voice = voice_of(data)
     if voice is None or voice in model.voices:
         return []
     return [f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"]
@@ -100,6 +104,7 @@ class Chat(Speech):
         super().__init__(server, speech_request(data), options, model, NO_CHOICE, given_id, warnings)
         self.fields.stop = stops_of(data)
         self.wants_audio = data.audio is not None
+        self.voice_name = voice if (voice := voice_of(data)) in model.voices else None
         self.has_usage = data.stream_options is not None and data.stream_options.include_usage
         self.messages: list[ChatMessage] | None = data.messages
         self.created = int(time.time())
@@ -118,12 +123,12 @@ class Chat(Speech):
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""
         messages, self.messages = self.messages or [], None
-        message = self.speak_message(LoadedVoice(None, []))
+        message = self.speak_message(LoadedVoice(self.voice_name, []))
+        if not self.wants_audio and "text" in self.model.outputs:
+            message.request.output = "text"
         for i, one in enumerate(messages):
             message.turns.append(await self._turn(i, one))
-        if sum(clip.num_bytes for clip in message.recordings) > protocol.MAX_CLIP_BYTES:
-            limit = f"{protocol.MAX_CLIP_BYTES >> 20} MiB of float32 samples"
-            raise refusal(400, f"all clips together exceed {limit}", "messages")
+        check_clips(message, "messages")
         return message
 
     async def _turn(self, i: int, message: ChatMessage) -> protocol.Turn:
@@ -249,6 +254,13 @@ class Chat(Speech):
             message |= {"content": None, "audio": spoken}
         choice = {"index": 0, "message": message, "finish_reason": finished.reason, "logprobs": None}
         return msgspec.json.encode(self._head("") | {"choices": [choice], "usage": usage_of(finished)})
+
+
+def check_clips(message: protocol.Speak, field: str) -> None:
+    """Raise the refusal for clips that are too large for a message to the engine."""
+    if sum(clip.num_bytes for clip in message.recordings) > protocol.MAX_CLIP_BYTES:
+        limit = f"{protocol.MAX_CLIP_BYTES >> 20} MiB of float32 samples"
+        raise refusal(400, f"all clips together exceed {limit}", field)
 
 
 def usage_of(finished: protocol.Finished) -> dict[str, Any]:

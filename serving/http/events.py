@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from serving.http.schemas import Error, Usage
 
-MAX_MESSAGE_BYTES = 1 << 20  # a larger recording must be uploaded as a voice
+MAX_MESSAGE_BYTES = 2 << 20  # 30 s of PCM at 24 kHz in base64; a larger recording must be uploaded as a voice
 
 
 class ConfigFields(msgspec.Struct, kw_only=True):

@@ -23,7 +23,7 @@ from serving.audio import encode
 from serving.audio.playback import Playback
 from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal
 from serving.http.references import LoadedVoice
 from serving.http.schemas import (
     AudioDelta,
@@ -355,6 +355,27 @@ class Speech:
             **more,
         }
         log.info("speech", id=self.id, model=self.model.id, **facts)
+
+
+class PartOfSession(Speech):
+    """A request of a WebSocket session, which has no HTTP answer: it raises its errors."""
+
+    async def fail(self, failed: protocol.Failed, send: Send) -> None:
+        self.is_started = False  # so that it raises: a session has no HTTP body to cut off
+        await super().fail(failed, send)
+
+    async def speak(self, send: Send) -> protocol.Finished:
+        """Run the request to its end. Raises the refusal, Away."""
+        try:
+            await self.answer(send)
+        except asyncio.CancelledError:
+            self.ended("cancelled", LEFT)
+            raise
+        except HTTPException as error:
+            self.server.metrics.ended(self.model.id, outcome_of(error))
+            raise
+        assert self.finished is not None, "the answer neither finished nor failed"
+        return self.finished
 
 
 def check_length(text: str, text_chars: int) -> None:

@@ -18,19 +18,19 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 from litestar.exceptions import HTTPException
-from litestar.types import Message, Send
+from litestar.types import Message
 
 from serving import protocol
 from serving.audio import encode
 from serving.http.bodies import read_beside
-from serving.http.errors import LEFT, outcome_of, refusal
+from serving.http.errors import refusal
 from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
 from serving.http.recordings import digest
 from serving.http.references import LoadedVoice
 from serving.http.schemas import Model, SpeechRequest, Usage
 from serving.http.sentences import MarkdownSentences, PassEnd, Sentences
 from serving.http.server import Server
-from serving.http.speech import ENCODING, Speech
+from serving.http.speech import ENCODING, PartOfSession
 from serving.http.voice_choice import VoiceChoice
 from zoo.request import RequestError
 from zoo.text.pauses import Part, check_total, is_pause, next_part
@@ -60,8 +60,8 @@ class Settings(msgspec.Struct):
     warnings: list[str]
 
 
-class Segment(Speech):
-    """One request of an utterance. It raises its errors. `asked` is set once the request was sent to the
+class Segment(PartOfSession):
+    """One request of an utterance. `asked` is set once the request was sent to the
     engine."""
 
     def __init__(
@@ -103,23 +103,6 @@ class Segment(Speech):
 
     def begin(self) -> None:
         self.asked.set()
-
-    async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        self.is_started = False  # so that it raises: a session has no HTTP body to cut off
-        await super().fail(failed, send)
-
-    async def speak(self, send: Send) -> protocol.Finished:
-        """Run the request to its end. Raises the refusal, Away."""
-        try:
-            await self.answer(send)
-        except asyncio.CancelledError:
-            self.ended("cancelled", LEFT)
-            raise
-        except HTTPException as error:
-            self.server.metrics.ended(self.model.id, outcome_of(error))
-            raise
-        assert self.finished is not None, "the answer neither finished nor failed"
-        return self.finished
 
 
 class Utterance:

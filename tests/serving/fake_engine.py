@@ -16,6 +16,9 @@
 "full"          a rejection: the engine is full, try again in 7 s
 "die"           the connection closes, as when an engine crashes
 
+A request with turns, for ANSWERER, is answered: "talk 3" in the last turn gives 3 frames of 80 ms, 5 ms apart, with a
+word before each; a turn with a clip alone is "talk 3". The answer has two tokens for each frame.
+
 If a request's text is fed, each word of it gives one frame, and the end of the text ends the request.
 
 As a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) this is an engine process for the supervisor.
@@ -86,6 +89,9 @@ CLONER = protocol.ModelInfo(
     (1.0, 30.0),
     options=[SOUND_ONLY],
 )
+ANSWERER = protocol.ModelInfo(
+    "answerer", "fake", "chat", RATE_HZ, 12.5, 60.0, [], [], [], options=[], answers=True
+)
 READY = protocol.Status("ready", 1.0)
 NUMBERS = protocol.ModelStats(
     slots=8,
@@ -130,6 +136,13 @@ def frame(index: int) -> bytes:
     return pcm16(np.full(100, (index + 1) / 1000, np.float32))
 
 
+def answered(id: str, reason: str, frames: int) -> protocol.Finished:
+    """Return the end of an answer of so many frames, each with a text token before it."""
+    answer = protocol.Answer(list(range(2 * frames)), list(range(2, 2 * frames + 1, 2)))
+    usage = {"input_tokens": 9, "input_audio_tokens": 4, "text_tokens": frames}
+    return protocol.Finished(id, reason, frames, usage, answer=answer)
+
+
 def tone(index: int) -> bytes:
     """Return 80 ms of a tone that continues from frame to frame."""
     at = np.arange(index * TONE_SAMPLES, (index + 1) * TONE_SAMPLES) / RATE_HZ
@@ -150,6 +163,8 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.heard: dict[str, int] = {}  # frames that clients have read, by request
         self.fed: dict[str, list[str]] = {}  # text fed to a request
+        self.talking: dict[str, int] = {}  # frames of the answers under way
+        self.interrupted: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
         self.is_awake = True
@@ -170,6 +185,10 @@ class FakeEngine:
                 case protocol.Speak(id, request=request):
                     self.asked[id] = msgspec.to_builtins(request)
                     self.messages[id] = message
+                    if message.turns:
+                        task = asyncio.create_task(self.talk(writer, message))
+                        self.tasks.add(task)
+                        continue
                     if request.is_open and not request.text.startswith("reject"):
                         self.feed(writer, id, request.text, is_last=False)
                         continue
@@ -180,6 +199,11 @@ class FakeEngine:
                     self.feed(writer, id, text, is_last)
                 case protocol.Cancel(id):
                     self.cancelled.append(id)
+                    self.talking.pop(id, None)
+                case protocol.Interrupt(id):
+                    self.interrupted.append(id)
+                    if (frames := self.talking.pop(id, None)) is not None:
+                        writer.write(protocol.pack(answered(id, "cancelled", frames + 1)))  # one is in flight
                 case protocol.Heard(id, frames):
                     self.heard[id] = self.heard.get(id, 0) + frames
         beating.cancel()
@@ -191,6 +215,25 @@ class FakeEngine:
             if self.is_awake:
                 writer.write(protocol.pack(STATS))
             await asyncio.sleep(0.2)
+
+    async def talk(self, writer: asyncio.StreamWriter, message: protocol.Speak) -> None:
+        """Answer the last turn, until the request is interrupted or cancelled."""
+        id, said = message.id, message.turns[-1].text or "talk 3"
+        what, count = said.split()[0], int(said.split()[1])
+        if what == "reject":
+            return writer.write(protocol.pack(protocol.Rejected(id, "turns are not possible", "turns")))
+        self.talking[id] = 0
+        for index in range(count):
+            writer.write(protocol.pack(protocol.Text(id, f"w{index} ")))
+            await asyncio.sleep(0.005)
+            if id not in self.talking:
+                return
+            writer.write(protocol.pack(protocol.Audio(id, tone(index), 1)))
+            self.talking[id] = index + 1
+            await self.go.wait()
+        if self.talking.pop(id, None) is not None:
+            most = message.request.options.get("max_tokens", count)
+            writer.write(protocol.pack(answered(id, "length" if count >= most < 3 else "stop", count)))
 
     def feed(self, writer: asyncio.StreamWriter, id: str, text: str, is_last: bool) -> None:
         texts = self.fed.setdefault(id, [])

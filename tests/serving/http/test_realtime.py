@@ -1,0 +1,546 @@
+"""Realtime sessions over a real WebSocket, with a fake engine (fake_engine.py). Every event that a server sends must
+be one that OpenAI's own client declares."""
+
+import base64
+import gc
+import json
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import soxr
+from fake_engine import ANSWERER, MODEL, tone
+from http_server import Server, until
+from openai.types.realtime import RealtimeServerEvent
+from pydantic import TypeAdapter
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from serving.audio import voice_activity
+from serving.http.realtime import events
+from serving.http.realtime.conversation import MAX_ITEMS
+from serving.http.schemas import Limits
+from serving.http.socket import MAX_WRONG
+
+KEY = "sk-here"
+DECLARED = TypeAdapter(RealtimeServerEvent)
+PUSH_TO_TALK = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    limits = Limits(text_chars=200, reference_s=4, sessions=8)
+    where = tmp_path_factory.mktemp("r")
+    with Server(where, models=[MODEL, ANSWERER], limits=limits, api_key=KEY) as server:
+        yield server
+
+
+class Client:
+    def __init__(self, socket):
+        self.socket = socket
+        self.seen = []
+
+    def send(self, type, **fields):
+        self.socket.send(json.dumps({"type": type, **fields}))
+
+    def receive(self):
+        event = json.loads(self.socket.recv(timeout=5))
+        DECLARED.validate_python(event, strict=False)
+        self.seen.append(event)
+        return event
+
+    def until(self, type):
+        """Receive events up to one of a type, and return that one."""
+        while (event := self.receive())["type"] != type:
+            assert event["type"] != "error", event
+        return event
+
+    def next(self, type):
+        event = self.receive()
+        assert event["type"] == type, event
+        return event
+
+    def error(self):
+        return self.next("error")["error"]
+
+    def configure(self, **session):
+        self.send("session.update", session={**PUSH_TO_TALK, **session})
+        return self.next("session.updated")["session"]
+
+    def say(self, pcm):
+        for at in range(0, len(pcm), 9600):
+            self.send("input_audio_buffer.append", audio=base64.b64encode(pcm[at : at + 9600]).decode())
+
+    def write(self, text, role="user", **fields):
+        kind = "output_text" if role == "assistant" else "input_text"
+        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+        self.send("conversation.item.create", item=item, **fields)
+        return self.until("conversation.item.done")["item"]
+
+    def answer(self, **response):
+        """Ask for an answer, and return its events."""
+        self.send("response.create", **({"response": response} if response else {}))
+        first = len(self.seen)
+        self.until("response.done")
+        return self.seen[first:]
+
+
+@contextmanager
+def session(server, *, model="answerer", key=KEY, **options):
+    url = f"{server.url.replace('http', 'ws')}/v1/realtime" + (f"?model={model}" if model else "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with connect(url, additional_headers=headers, compression=None, **options) as socket:
+        yield Client(socket)
+
+
+@contextmanager
+def talking(server, **options):
+    """Yield a session in which the client says where turns end."""
+    with session(server, **options) as client:
+        client.next("session.created")
+        client.configure()
+        yield client
+
+
+def pcm(seconds=0.5, rate_hz=24_000):
+    return (
+        (9000 * np.sin(2 * np.pi * 200 * np.arange(int(seconds * rate_hz)) / rate_hz)).astype("<i2").tobytes()
+    )
+
+
+def asked(server):
+    return list(server.engine.messages.values())[-1]
+
+
+def audio_of(seen):
+    return b"".join(base64.b64decode(e["delta"]) for e in seen if e["type"] == "response.output_audio.delta")
+
+
+def types(seen):
+    return [event["type"] for event in seen]
+
+
+# a turn
+
+
+def test_a_spoken_turn_is_answered_in_text_and_speech(server):
+    with talking(server) as client:
+        client.say(pcm(0.5))
+        client.send("input_audio_buffer.commit")
+        committed = client.next("input_audio_buffer.committed")
+        item = client.until("conversation.item.done")["item"]
+        assert item["id"] == committed["item_id"] and item["content"][0]["type"] == "input_audio"
+        seen = client.answer()
+    assert audio_of(seen) == tone(0) + tone(1) + tone(2)
+    kinds = types(seen)
+    assert kinds[0] == "response.created" and kinds[-1] == "response.done"
+    order = [
+        "response.output_item.added",
+        "conversation.item.added",
+        "response.content_part.added",
+        "response.output_audio_transcript.delta",
+        "response.output_audio.delta",
+        "response.output_audio.done",
+        "response.output_audio_transcript.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "conversation.item.done",
+    ]
+    assert [kind for kind in kinds if kind in order and kinds.index(kind) >= 0][:3] == order[:3]
+    assert sorted(order, key=kinds.index) == order
+    done = seen[-1]["response"]
+    assert done["status"] == "completed" and done["output"][0]["content"][0]["transcript"] == "w0 w1 w2 "
+    assert done["usage"]["output_token_details"] == {"text_tokens": 3, "audio_tokens": 3}
+    assert done["usage"]["input_token_details"]["audio_tokens"] == 4
+    [turn] = asked(server).turns
+    assert (
+        turn.role == "user" and abs(turn.clip.duration_s - 0.5) < 0.01 and turn.clip.sample_rate_hz == 16_000
+    )
+    heard = np.frombuffer(turn.clip.samples, "<f4")
+    expected = soxr.resample(np.frombuffer(pcm(0.5), "<i2").astype("f4") / 32767, 24_000, 16_000)
+    assert np.abs(heard[500:-500] - expected[500 : len(heard) - 500]).max() < 1e-3
+
+
+def test_the_next_turn_has_the_answers_own_tokens(server):
+    with talking(server) as client:
+        client.configure(instructions="Be brief.")
+        client.write("talk 2")
+        client.answer()
+        client.write("talk 1")
+        client.answer()
+    system, first, answer, last = asked(server).turns
+    assert (
+        (system.role, system.text) == ("system", "Be brief.")
+        and first.text == "talk 2"
+        and last.text == "talk 1"
+    )
+    assert answer.tokens == (0, 1, 2, 3) and answer.text is None
+
+
+def test_text_alone_is_the_output_text(server):
+    with talking(server) as client:
+        client.configure(output_modalities=["text"])
+        client.write("talk 2")
+        seen = client.answer()
+    assert not audio_of(seen) and "response.output_text.delta" in types(seen)
+    assert seen[-1]["response"]["output"][0]["content"] == [{"type": "output_text", "text": "w0 w1 "}]
+
+
+@pytest.mark.parametrize("law", ["pcmu", "pcma"])
+def test_telephone_audio_in_and_out(server, law):
+    form = {"type": f"audio/{law}"}
+    with talking(server) as client:
+        client.configure(
+            audio={"input": {"format": form, "turn_detection": None}, "output": {"format": form}}
+        )
+        client.say(bytes(range(256)) * 16)  # half a second at 8 kHz
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        seen = client.answer()
+    assert len(audio_of(seen)) == 3 * 640
+    clip = asked(server).turns[0].clip
+    assert abs(clip.duration_s - 0.512) < 0.01 and np.frombuffer(clip.samples, "<f4").std() > 0.1
+
+
+def test_an_answer_at_its_limit_is_incomplete(server):
+    with talking(server) as client:
+        client.write("talk 2")
+        done = client.answer(max_output_tokens=2)[-1]["response"]
+    assert asked(server).request.options == {"max_tokens": 2}
+    assert (done["status"], done["status_details"]["reason"]) == ("incomplete", "max_output_tokens")
+
+
+def test_an_answer_apart_from_the_conversation(server):
+    with talking(server) as client:
+        kept = client.write("talk 1")
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "talk 2"}]}
+        given = [{"type": "item_reference", "id": kept["id"]}, item]
+        seen = client.answer(conversation="none", input=given, metadata={"topic": "a"})
+        assert "conversation.item.added" not in types(seen) and seen[-1]["response"]["metadata"] == {
+            "topic": "a"
+        }
+        assert [turn.text for turn in asked(server).turns] == ["talk 1\ntalk 2"]
+        client.answer()
+        assert [turn.text for turn in asked(server).turns] == ["talk 1"]
+
+
+def test_items_are_placed_retrieved_and_deleted(server):
+    with talking(server) as client:
+        last = client.write("talk 1")
+        first = client.write("Hello.", previous_item_id="root")
+        client.write("Hi.", role="assistant", previous_item_id=first["id"])
+        client.write("Be kind.", role="system", previous_item_id="root")
+        gone = client.write("Never mind.")
+        client.send("conversation.item.delete", item_id=gone["id"])
+        assert client.next("conversation.item.deleted")["item_id"] == gone["id"]
+        client.send("conversation.item.retrieve", item_id=last["id"])
+        assert client.next("conversation.item.retrieved")["item"] == last
+        client.answer()
+    assert [(turn.role, turn.text) for turn in asked(server).turns] == [
+        ("system", "Be kind."),
+        ("user", "Hello."),
+        ("assistant", "Hi."),
+        ("user", "talk 1"),
+    ]
+
+
+# interruptions
+
+
+def half_told(server, client, frames=5):
+    """Begin an answer and hold it at its first frame; return its item's ID."""
+    server.call(server.engine.go.clear)
+    client.write(f"talk {frames}")
+    client.send("response.create")
+    return client.until("response.output_audio.delta")["item_id"]
+
+
+@pytest.fixture
+def held(server):
+    yield
+    server.call(server.engine.go.set)
+
+
+def test_a_cancelled_answer_ends_at_once_and_keeps_what_was_sent(server, held):
+    with talking(server) as client:
+        item_id = half_told(server, client)
+        client.send("response.cancel")
+        done = client.until("response.done")["response"]
+        assert done["status"] == "cancelled" and done["status_details"]["reason"] == "client_cancelled"
+        assert done["output"][0]["id"] == item_id and done["output"][0]["status"] == "incomplete"
+        server.call(server.engine.go.set)
+        client.write("talk 1")
+        client.answer()
+    assert server.engine.interrupted[-1] in server.engine.messages and not server.engine.talking
+    # two frames were made, and one of them was sent: two tokens
+    assert asked(server).turns[1].tokens == (0, 1)
+
+
+def test_a_conversation_goes_on_from_what_was_heard(server):
+    with talking(server) as client:
+        client.write("talk 5")
+        done = client.answer()[-1]["response"]
+        item_id = done["output"][0]["id"]
+        client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=250)
+        assert client.next("conversation.item.truncated")["audio_end_ms"] == 250
+        client.write("talk 1")
+        client.answer()
+        assert asked(server).turns[1].tokens == tuple(range(6))  # three frames of 80 ms
+        client.send("conversation.item.retrieve", item_id=item_id)
+        assert client.next("conversation.item.retrieved")["item"]["content"][0]["transcript"] is None
+
+
+def test_truncating_an_answer_under_way_ends_it(server, held):
+    with talking(server) as client:
+        item_id = half_told(server, client)
+        client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=0)
+        assert client.until("response.done")["response"]["status"] == "cancelled"
+        client.next("conversation.item.truncated")
+        server.call(server.engine.go.set)
+        client.write("talk 1")
+        client.answer()
+    assert asked(server).turns[1].tokens == ()
+
+
+def test_a_client_that_leaves_cancels_its_answer_and_leaves_nothing_behind(server, held):
+    with talking(server) as client:
+        client.say(pcm(1))
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        half_told(server, client)
+        id = list(server.engine.messages)[-1]
+    until(lambda: id in server.engine.cancelled)
+    state = server.app.state.server
+    server.engine.messages.clear()
+    until(lambda: state.sessions.num_held == 0)
+    until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
+    assert not state.engine._inboxes
+
+
+# voice detection
+
+
+class Loud:
+    """Stands for the network: what is loud is speech."""
+
+    def __call__(self, chunk):
+        return float(np.abs(np.frombuffer(chunk, "<i2")).max() > 1000)
+
+    def reset(self):
+        pass
+
+
+@pytest.fixture
+def loud_is_speech(monkeypatch):
+    monkeypatch.setattr(voice_activity, "network", Loud)
+    monkeypatch.setattr(voice_activity, "is_installed", lambda: True)
+
+
+SILENCE = bytes(2 * 24_000)
+
+
+def test_speech_is_detected_committed_and_answered(server, loud_is_speech):
+    with session(server) as client:
+        created = client.next("session.created")["session"]
+        assert created["audio"]["input"]["turn_detection"]["type"] == "server_vad"
+        client.say(SILENCE + pcm(0.6) + SILENCE)
+        started = client.next("input_audio_buffer.speech_started")
+        stopped = client.next("input_audio_buffer.speech_stopped")
+        committed = client.next("input_audio_buffer.committed")
+        assert started["item_id"] == stopped["item_id"] == committed["item_id"]
+        assert abs(started["audio_start_ms"] - 700) <= 35 and abs(stopped["audio_end_ms"] - 2100) <= 50
+        client.until("response.done")
+    clip = asked(server).turns[0].clip
+    assert abs(clip.duration_s - (stopped["audio_end_ms"] - started["audio_start_ms"]) / 1000) < 0.01
+
+
+def test_speech_during_an_answer_interrupts_it(server, held, loud_is_speech):
+    with session(server) as client:
+        client.next("session.created")
+        half_told(server, client)
+        client.say(pcm(0.2))
+        client.until("input_audio_buffer.speech_started")
+        done = client.until("response.done")["response"]
+        assert done["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+        assert not server.engine.talking
+        server.call(server.engine.go.set)
+        client.say(SILENCE)
+        assert client.until("response.done")["response"]["status"] == "completed"
+    assert [turn.role for turn in asked(server).turns] == ["user", "assistant", "user"]
+
+
+def test_a_client_may_do_without_automatic_answers_and_interruptions(server, held, loud_is_speech):
+    detection = {"type": "server_vad", "create_response": False, "interrupt_response": False}
+    with session(server) as client:
+        client.next("session.created")
+        client.configure(audio={"input": {"turn_detection": detection}})
+        half_told(server, client)
+        client.say(pcm(0.2) + SILENCE)
+        client.until("input_audio_buffer.committed")
+        server.call(server.engine.go.set)
+        assert client.until("response.done")["response"]["status"] == "completed"
+        client.answer()
+    assert len(asked(server).turns) == 3
+
+
+def test_speech_without_an_end_becomes_turns_of_the_longest_length(server, loud_is_speech):
+    detection = {"type": "server_vad", "create_response": False}
+    with session(server) as client:
+        client.next("session.created")
+        client.configure(audio={"input": {"turn_detection": detection}})
+        for _ in range(5):
+            client.say(pcm(1))
+        client.until("input_audio_buffer.committed")
+        client.until("input_audio_buffer.speech_started")
+
+
+def test_silence_is_not_kept(server, loud_is_speech):
+    with session(server) as client:
+        client.next("session.created")
+        client.say(6 * SILENCE)  # longer than the buffer
+        client.send("input_audio_buffer.commit")
+        client.until("input_audio_buffer.committed")
+        client.answer()
+    assert asked(server).turns[0].clip.duration_s == pytest.approx(0.3, abs=0.04)  # the prefix padding
+
+
+def test_without_the_package_the_client_is_told_once(server, monkeypatch):
+    monkeypatch.setattr(voice_activity, "is_installed", lambda: False)
+    with session(server) as client:
+        created = client.next("session.created")["session"]
+        assert created["audio"]["input"]["turn_detection"] is None
+        client.say(pcm(0.4))
+        assert "pip install 'speechzoo[realtime]'" in client.error()["message"]
+        client.send("input_audio_buffer.commit")
+        client.next("input_audio_buffer.committed")
+        session_ = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+        client.until("conversation.item.done")
+        client.send("session.update", session=session_)
+        assert client.error()["code"] == "not_installed"
+
+
+# what is wrong
+
+
+CREATE = "conversation.item.create"
+AUDIO = base64.b64encode(pcm(0.2)).decode()
+MESSAGE = {"type": "message", "role": "user"}
+TEXT = [{"type": "input_text", "text": "a"}]
+
+
+def heard_with(**input):
+    return {"type": "session.update", "session": {"audio": {"input": input}}}
+
+
+@pytest.mark.parametrize(
+    ("event", "param", "message"),
+    [
+        ({"type": "session.close"}, "type", "session.close"),
+        ({"type": "session.update", "session": {"modalities": ["text"]}}, "session", "unknown field `modalities`"),
+        ({"type": "session.update", "session": {"model": "other"}}, "session.model", "cannot change"),
+        ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "takes no tools"),
+        ({"type": "session.update", "session": {"instructions": "a" * 201}}, "instructions", "up to 200"),
+        (heard_with(turn_detection={"type": "semantic_vad"}), "session.audio.input.turn_detection.type", "possible: null"),
+        (heard_with(format={"type": "audio/pcm", "rate": 16000}), "session.audio.input.format.rate", "rate 24000"),
+        ({"type": "input_audio_buffer.append", "audio": "%"}, "audio", "not base64"),
+        ({"type": "input_audio_buffer.append", "audio": "AA=="}, "audio", "two bytes a sample"),
+        ({"type": "input_audio_buffer.append", "audio": base64.b64encode(pcm(5)).decode()}, "audio", "4 s"),
+        ({"type": "input_audio_buffer.commit"}, None, "at least 0.1 s"),
+        ({"type": CREATE, "item": {"type": "function_call_output"}}, "item.type", "function_call_output"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text"}]}}, "item.content", "neither"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_audio", "audio": AUDIO}] * 2}}, "item.content", "at most one"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text", "text": "a" * 201}]}}, "item.content", "up to 200"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": TEXT}, "previous_item_id": "b"}, "previous_item_id", "no item 'b'"),
+        ({"type": "conversation.item.delete", "item_id": "b"}, "item_id", "no item 'b'"),
+        ({"type": "conversation.item.truncate", "item_id": "b", "content_index": 0, "audio_end_ms": 1}, "item_id", "no item"),
+        ({"type": "conversation.item.truncate", "item_id": "b", "content_index": 1, "audio_end_ms": 1}, "content_index", ""),
+        ({"type": "response.cancel"}, None, "no answer is under way"),
+        ({"type": "response.create", "response": {"input": [{"type": "item_reference", "id": "b"}]}}, "response.input[0].id", "no item"),
+        ({"type": "response.create", "response": {"input": [{"type": "message"}]}}, "response.input", "role"),
+    ],
+)  # fmt: skip
+def test_a_wrong_event_gets_an_error_that_names_it(server, event, param, message):
+    with talking(server) as client:
+        client.send(**event, event_id="mine")
+        error = client.error()
+        assert error["event_id"] == "mine" and error["param"] == param and message in error["message"], error
+        client.configure()  # the session goes on
+
+
+def test_only_one_answer_at_a_time(server, held):
+    with talking(server) as client:
+        half_told(server, client)
+        client.send("response.create")
+        assert client.error()["code"] == "conversation_already_has_active_response"
+
+
+def test_a_heard_end_behind_the_audio_is_refused(server):
+    with talking(server) as client:
+        client.write("talk 2")
+        item_id = client.answer()[-1]["response"]["output"][0]["id"]
+        client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=500)
+        assert "160 ms" in client.error()["message"]
+
+
+def test_a_request_that_the_engine_refuses_is_a_failed_response(server):
+    with talking(server) as client:
+        client.write("reject 1")
+        done = client.answer()[-1]["response"]
+    assert (
+        done["status"] == "failed"
+        and "conversation are not possible" in done["status_details"]["error"]["message"]
+    )
+
+
+def test_a_conversation_is_bounded(server):
+    with talking(server) as client:
+        for _ in range(MAX_ITEMS):
+            client.write("a")
+        item = {**MESSAGE, "content": [{"type": "input_text", "text": "a"}]}
+        client.send(CREATE, item=item)
+        assert client.error()["code"] == "too_many_items"
+
+
+def test_too_many_wrong_events_close_the_session(server):
+    with talking(server) as client, pytest.raises(ConnectionClosed) as closed:
+        for _ in range(MAX_WRONG + 1):
+            client.send("nonsense")
+            client.error()
+    assert closed.value.rcvd.code == 1008
+
+
+def test_an_idle_session_is_closed(tmp_path):
+    with Server(tmp_path, models=[ANSWERER], limits=Limits(session_idle_s=0.2)) as server:
+        with session(server, model=None, key=None) as client, pytest.raises(ConnectionClosed) as closed:
+            while True:
+                client.receive()
+        assert closed.value.rcvd.code == 4408
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ({"key": "wrong"}, 401, "API key"),
+        ({"model": "nobody"}, 404, "not served"),
+        ({"model": "fake"}, 400, "use POST /v1/audio/speech"),
+        ({"model": None}, 400, "model is missing"),
+    ],
+)
+def test_a_session_that_cannot_begin_is_refused_with_a_reason(server, options, status, message):
+    with pytest.raises(InvalidStatus) as refused, session(server, **options):
+        pass
+    assert refused.value.response.status_code == status
+    assert message in json.loads(refused.value.response.body)["error"]["message"]
+
+
+def test_a_browser_gives_the_key_as_a_subprotocol(server):
+    protocols = ["realtime", f"openai-insecure-api-key.{KEY}"]
+    with session(server, key=None, subprotocols=protocols) as client:
+        client.next("session.created")
+        assert client.socket.subprotocol == "realtime"
+
+
+def test_the_default_settings_are_openais():
+    settings = events.Settings()
+    assert settings.has_audio and settings.max_tokens is None and settings.speed == 1
+    assert events.ServerVad().silence_duration_ms == 500 and events.ServerVad().prefix_padding_ms == 300
