@@ -41,6 +41,7 @@ from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
+from serving.http.routes.transcriptions import transcribe
 from serving.http.routes.voices import (
     add_voice,
     list_voices,
@@ -95,7 +96,7 @@ def create_app(
     )
     uploads = Router(
         "/",
-        route_handlers=[voices_options, add_voice],
+        route_handlers=[voices_options, add_voice, transcribe],
         request_max_body_size=limits.upload_body_bytes,
         middleware=[LargeBodies],
     )

@@ -24,8 +24,8 @@ from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
-SPEECH, CHAT = "/v1/audio/speech", "/v1/chat/completions"
-ANSWERS = (SPEECH, CHAT)  # routes whose requests are counted and logged
+SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
+ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS)  # routes whose requests are counted and logged
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name
 MAX_ECHO_CHARS = 100

@@ -13,13 +13,14 @@ and what is used instead. voice_choice.py applies these rules to voices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from serving.http.schemas import Model
 from serving.settings import Aliases
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+OPENAI_TRANSCRIBERS = ("whisper-1", "gpt-transcribe", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
 OPENAI_PCM_HZ = 24000  # pcm does not carry its rate, and OpenAI's clients assume this one
 
 
@@ -37,6 +38,12 @@ class Names(Aliases, frozen=True):
             return asked, None
         [id] = served
         return id, f"model {asked!a} is not served; {id!a} is used instead"
+
+    def means_transcriber(self, asked: str, served: Iterable[Model]) -> bool:
+        """Return whether a name is OpenAI's for a model that transcribes, and nothing else."""
+        is_other = asked in self.models or any(asked == model.id for model in served)
+        known = any(asked == name or asked.startswith(f"{name}-20") for name in OPENAI_TRANSCRIBERS)
+        return known and not is_other and not self.is_strict
 
     def aliases_of(self, id: str) -> list[str]:
         return [alias for alias, model in self.models.items() if model == id]

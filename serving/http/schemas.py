@@ -339,6 +339,42 @@ class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
 
 
+class TranscriptionRequest(
+    msgspec.Struct,
+    kw_only=True,
+    rename={"timestamp_granularities": "timestamp_granularities[]", "include": "include[]"},
+):
+    """The multipart form of POST /v1/audio/transcriptions, for models with `transcript` in their `outputs`."""
+
+    file: Annotated[
+        UploadFile, Meta(description="a file with the recording: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM")
+    ]
+    model: Annotated[
+        Name | None, Meta(description="the ID of a served model; required if several can transcribe")
+    ] = None
+    language: Annotated[
+        Name | None, Meta(description="the language of the recording, one of the model's, by name or by code")
+    ] = None
+    prompt: Annotated[Words | None, Meta(description="accepted and ignored, with a warning")] = None
+    response_format: Annotated[
+        Literal["json", "text", "verbose_json", "srt", "vtt", "diarized_json"],
+        Meta(
+            description="json (default), text or verbose_json, which adds language and duration; formats with "
+            "times are refused"
+        ),
+    ] = "json"
+    stream: Annotated[
+        bool | None, Meta(description="true: the text as server-sent events while it is written")
+    ] = None
+    temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
+    timestamp_granularities: Annotated[
+        list[str] | str | None, Meta(description="nothing: no model gives times")
+    ] = None
+    include: Annotated[list[str] | str | None, Meta(description="nothing: no model gives probabilities")] = (
+        None
+    )
+
+
 def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
     """Return the description of every field, by name."""
     hints = get_type_hints(body, include_extras=True)
@@ -434,6 +470,7 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 FIELDS = {
     "/v1/audio/speech": fields_of(SpeechRequest),
     "/v1/chat/completions": fields_of(ChatRequest),
+    "/v1/audio/transcriptions": fields_of(TranscriptionRequest),
     "/v1/audio/speech/batch": fields_of(SpeechBatch),
     "/v1/audio/voices": fields_of(VoiceUpload),
     "/v1/audio/voices/{voice_id}": fields_of(VoiceName),

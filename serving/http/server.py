@@ -24,6 +24,7 @@ from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
+from serving.protocol import ModelInfo
 from zoo.text.pronunciations import Lexicon, Pronunciation
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -78,7 +79,7 @@ class Server:
 
     async def start_decoders(self) -> None:
         """Start the decoder processes once the engine serves a model that takes recordings."""
-        while not any(info.reference_s or info.answers for info in self.engine.models):
+        while not any(takes_recordings(info) for info in self.engine.models):
             await asyncio.sleep(LOOK_S)
         self.references.decoders.start()
 
@@ -115,6 +116,24 @@ class Server:
             message = f"model {model.id!r} speaks texts, it does not answer: use POST {SPEECH}"
             raise refusal(400, message, "model", "wrong_route")
         return model
+
+    def transcribing_model(self, asked: str | None) -> tuple[Model, list[str]]:
+        """Return the model of a transcription, and warnings. A request may leave the model out, or name one of
+        OpenAI's, if only one can transcribe. Raises Away, and the refusal."""
+        able = [model for model in self.models if "transcript" in model.outputs]
+        can = f"these can: {', '.join(model.id for model in able)}" if able else "no model of this server can"
+        stands_in = len(able) == 1 and (asked is None or self.names.means_transcriber(asked, self.models))
+        if stands_in:
+            warning = (
+                [] if asked is None else [f"model {asked!a} is not served; {able[0].id!a} is used instead"]
+            )
+            return able[0], warning
+        if asked is None:
+            raise refusal(400, f"a model that transcribes is needed; {can}", "model", "missing_field")
+        model = self.model(asked)
+        if model not in able:
+            raise refusal(400, f"model {model.id!r} cannot transcribe; {can}", "model", "wrong_route")
+        return model, []
 
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
         """Return the model of a request, and warnings. A request may leave the model out if the server has
@@ -157,6 +176,10 @@ class Server:
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
         """Return the voice of a request for its model. Raises the refusal."""
         return self.voice_chooser.choose(request, model, is_only_model=len(self.engine.models) == 1)
+
+
+def takes_recordings(info: ModelInfo) -> bool:
+    return bool(info.reference_s) or info.answers or "transcript" in info.outputs
 
 
 def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:

@@ -19,6 +19,8 @@
 A request with turns, for ANSWERER, is answered: "talk 3" in the last turn gives 3 frames of 80 ms, 5 ms apart, with a
 word before each; a turn with a clip alone is "talk 3". The answer has two tokens for each frame.
 
+A request for a transcript, for TRANSCRIBER, gets "Guten Morgen.", a part at a time.
+
 If a request's text is fed, each word of it gives one frame, and the end of the text ends the request.
 
 As a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) this is an engine process for the supervisor.
@@ -92,6 +94,18 @@ CLONER = protocol.ModelInfo(
 ANSWERER = protocol.ModelInfo(
     "answerer", "fake", "chat", RATE_HZ, 12.5, 60.0, [], [], [], options=[], answers=True
 )
+TRANSCRIBER = protocol.ModelInfo(
+    "transcriber",
+    "fake",
+    "asr",
+    RATE_HZ,
+    12.5,
+    60.0,
+    [],
+    ["german"],
+    [],
+    outputs=("speech", "transcript"),
+)
 READY = protocol.Status("ready", 1.0)
 NUMBERS = protocol.ModelStats(
     slots=8,
@@ -134,6 +148,13 @@ NO_AUDIO = "the model ended before its first frame"
 def frame(index: int) -> bytes:
     """Return 100 samples whose values identify the frame."""
     return pcm16(np.full(100, (index + 1) / 1000, np.float32))
+
+
+def transcribe(writer: asyncio.StreamWriter, id: str) -> None:
+    usage = {"input_tokens": 7, "input_audio_tokens": 5, "text_tokens": 4}
+    for text in (" Gut", "en Morgen."):
+        writer.write(protocol.pack(protocol.Text(id, text)))
+    writer.write(protocol.pack(protocol.Finished(id, "stop", 0, usage)))
 
 
 def answered(id: str, reason: str, frames: int) -> protocol.Finished:
@@ -218,6 +239,8 @@ class FakeEngine:
 
     async def talk(self, writer: asyncio.StreamWriter, message: protocol.Speak) -> None:
         """Answer the last turn, until the request is interrupted or cancelled."""
+        if message.request.output == "transcript":
+            return transcribe(writer, message.id)
         id, said = message.id, message.turns[-1].text or "talk 3"
         what, count = said.split()[0], int(said.split()[1])
         if what == "reject":

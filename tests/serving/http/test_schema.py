@@ -22,6 +22,7 @@ ROUTES = [
     ("POST", "/v1/audio/speech"),
     ("POST", "/v1/audio/speech/batch"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/audio/transcriptions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
     ("GET", "/v1/audio/models"),
