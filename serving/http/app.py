@@ -36,6 +36,7 @@ from serving.http.names import Names
 from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
+from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
@@ -90,7 +91,7 @@ def create_app(
     server = Server(engine, api_key, limits, settings.voices_dir, names, tracing, words)
     speech = Router(
         "/",
-        route_handlers=[speak, speak_batch, complete],
+        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream],
         request_max_body_size=limits.speech_body_bytes,
         middleware=[LargeBodies],
     )
@@ -107,6 +108,7 @@ def create_app(
         list_choices,
         one_model,
         list_voices,
+        list_voices_in_their_form,
         preview_voice,
         rename_voice,
         remove_voice,

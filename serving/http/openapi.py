@@ -13,6 +13,7 @@ from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import Components, SecurityRequirement, SecurityScheme
 
 from serving import protocol
+from serving.http import elevenlabs
 from serving.http.errors import SPEECH
 from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, AudioSegment, TextDelta
 from serving.http.server import Server
@@ -83,7 +84,9 @@ def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[st
 
 def schemas_of_bodies() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
-        (*BODIES, *EVENTS), schema_hook=schema_of_upload, ref_template="#/components/schemas/{name}"
+        (*BODIES, *elevenlabs.BODIES, *EVENTS),
+        schema_hook=schema_of_upload,
+        ref_template="#/components/schemas/{name}",
     )
     return msgspec.json.decode(msgspec.json.encode(schemas))  # YAML has no tuples
 

@@ -16,7 +16,7 @@ from serving.http.errors import SPEECH, cut, refusal, uncapitalized
 from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, Model, SpeechRequest
 from serving.http.server import Server
 
-WHOLE = {"stream": False, "stream_format": "audio"}
+WHOLE: dict[str, Any] = {"stream": False, "stream_format": "audio"}
 # Fields of the requests of vLLM-Omni, SGLang-Omni, Kokoro-FastAPI and LibreChat that have no meaning here.
 FOREIGN = frozenset(
     (
@@ -53,11 +53,12 @@ class ForgetfulRequest(Request[Any, Any, Any]):
         return body
 
 
-def request_of(fields: dict[str, Any]) -> SpeechRequest:
-    """Return a speech request for a whole file. Raises the same refusal as for a single request."""
+def request_of(fields: dict[str, Any], fixed: dict[str, Any] = WHOLE) -> SpeechRequest:
+    """Return a speech request, by default for a whole file. fixed: values that the client cannot choose. Raises
+    the same refusal as for a single request."""
     shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
     try:
-        return msgspec.convert(shared | WHOLE, SpeechRequest)
+        return msgspec.convert(shared | fixed, SpeechRequest)
     except msgspec.ValidationError as error:
         raise wrong_field(str(error)) from None
 

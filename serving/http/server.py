@@ -206,10 +206,10 @@ def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandle
 
 
 def given_key(headers: Mapping[str, str]) -> str | None:
-    """Return the API key in the headers: "Authorization: Bearer KEY" or, as Azure's clients send it,
-    "api-key: KEY"."""
+    """Return the API key in the headers: "Authorization: Bearer KEY", "api-key: KEY" as Azure's clients send it,
+    or "xi-api-key: KEY" as ElevenLabs' do."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("api-key")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("api-key", headers.get("xi-api-key"))
 
 
 def check_api_key(server: Server, given: str | None) -> None:

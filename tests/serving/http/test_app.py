@@ -489,6 +489,10 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/audio/voices",
         "/v1/audio/voices/{voice_id}",
         "/v1/audio/voices/{voice_id}/preview",
+        "/v1/text-to-speech/{voice_id}",
+        "/v1/text-to-speech/{voice_id}/stream",
+        "/v1/voices",
+        "/v2/voices",
     }
     assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
     fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]
