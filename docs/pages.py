@@ -215,6 +215,7 @@ def all_metrics() -> list[Metric]:
         pages=0, pages_free=0, pages_shared=0, pages_evicted=0, compiles_after_warmup=0, models={"m": counts}
     )
     metrics = Metrics(engine)
+    metrics.add_key("k")
     metrics.began("m", 0.1)
     metrics.ended("m", "stop", 1.0, 1.0)
     return sorted(metrics.registry.collect(), key=lambda metric: metric.name)

@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+URL_SECRET = "ZOO_URL_SECRET"  # the environment variable of the secret that signs URLs
+
 Policy = Literal["streaming", "throughput", "fifo"]
 
 
@@ -90,6 +92,8 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: tuple[str, ...] = ()  # origins of other sites whose pages may use this server
     # Names that Host headers may have besides localhost and IP addresses; "*": any.
     allowed_hosts: tuple[str, ...] = ()
+    api_keys: str | None = None  # a file with API keys (api_keys.py)
+    speech_urls: bool = False  # whether a signed URL speaks
 
 
 class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

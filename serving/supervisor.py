@@ -232,7 +232,7 @@ def guarded(listener: socket.socket, settings: Settings, env: dict[str, str]) ->
     address = listener.getsockname()[0].partition("%")[0]
     if ipaddress.ip_address(address).is_loopback:
         return settings
-    if KEY not in env:
+    if KEY not in env and settings.security.api_keys is None:
         log_line(f"no API key is set: everyone who can reach {address} can use this server; see --api-key")
         return settings
     hosts = settings.security.allowed_hosts or ("*",)

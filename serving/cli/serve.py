@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from typer import Argument
 from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
+from serving.settings import URL_SECRET
 from zoo import SMALL_VOICE
 
 
@@ -80,6 +82,8 @@ def environment(model: Model, security: Security) -> dict[str, str]:
     env = dict(os.environ)
     if security.api_key is not None:
         env["ZOO_API_KEY"] = security.api_key
+    if security.speech_urls and not env.get(URL_SECRET):
+        env[URL_SECRET] = secrets.token_hex()  # the same after a restart of the HTTP process
     if model.cache_dir is not None:
         env["ZOO_CACHE_DIR"] = str(model.cache_dir.resolve())
     return env

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from serving import settings
+from serving.api_keys import all_keys
 from serving.cli.common import (
     LATENCY,
     LIMITS,
@@ -349,6 +350,23 @@ class Security:
             rich_help_panel=SECURITY,
         ),
     ] = None
+    api_keys: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Clients must send one of the keys in this JSON file, each with a name, a rate and a quota.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
+    speech_urls: Annotated[
+        bool,
+        Option(
+            "--speech-urls",
+            help="GET /v1/audio/speech speaks the text in a signed URL, for <audio src>; POST "
+            "/v1/audio/speech/url signs. ZOO_URL_SECRET is the secret. Default: a new one at each start.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = False
     private_metrics: Annotated[
         bool,
         Option("--private-metrics", help="/metrics requires the API key too.", rich_help_panel=SECURITY),
@@ -383,15 +401,22 @@ class Security:
 
     def settings(self) -> settings.Security:
         """Raises ValueError for a key that cannot be one, or that is missing."""
-        if self.private_metrics and self.api_key is None:
-            raise ValueError("--private-metrics requires an API key; set one with --api-key")
+        all_keys(self.api_key, self.api_keys)
+        if self.private_metrics and self.api_key is None and self.api_keys is None:
+            raise ValueError("--private-metrics requires an API key; set one with --api-key or --api-keys")
         if self.api_key is None and "ZOO_API_KEY" in os.environ:
             raise ValueError(
                 "ZOO_API_KEY is empty, which would let every client in; set it to a key, or unset it"
             )
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ValueError("an API key must consist of printable ASCII characters without spaces")
-        return settings.Security(self.private_metrics, tuple(self.cors_origins), tuple(self.allowed_hosts))
+        return settings.Security(
+            self.private_metrics,
+            tuple(self.cors_origins),
+            tuple(self.allowed_hosts),
+            None if self.api_keys is None else str(self.api_keys.resolve()),
+            self.speech_urls,
+        )
 
 
 @dataclass(frozen=True)

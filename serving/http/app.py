@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -26,17 +27,20 @@ from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
 
 from serving import heartbeat, logs
+from serving.api_keys import all_keys
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
 from serving.http.bodies import LargeBodies
 from serving.http.errors import answer_error, log_lost_session
+from serving.http.links import Links
 from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
 from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
+from serving.http.routes.links import sign_link, speak_link
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
@@ -52,7 +56,7 @@ from serving.http.routes.voices import (
     voices_options,
 )
 from serving.http.server import Server, check_key
-from serving.settings import HTTPArguments, Settings
+from serving.settings import URL_SECRET, HTTPArguments, Settings
 from zoo.text.pronunciations import read_file
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -75,12 +79,14 @@ def create_app(
     settings: Settings = DEFAULT,
     *,
     api_key: str | None = None,
+    url_secret: str | None = None,
     tracing: Tracing | None = None,
     heartbeat_fd: int | None = None,
 ) -> Litestar:
     """Return the app with all its routes.
 
-    api_key: required for routes under /v1, and for /metrics with private_metrics. tracing: makes and exports
+    api_key: required for routes under /v1, and for /metrics with private_metrics; the settings may name a file
+    with more. url_secret: signs URLs; by default they work until this process ends. tracing: makes and exports
     the traces. heartbeat_fd: a pipe to the supervisor.
     """
     limits = settings.limits
@@ -88,7 +94,9 @@ def create_app(
     origins = list(security.cors_origins)
     names = msgspec.convert(settings.aliases, Names, from_attributes=True)
     words = [] if settings.pronunciations is None else read_file(settings.pronunciations)
-    server = Server(engine, api_key, limits, settings.voices_dir, names, tracing, words)
+    keys = all_keys(api_key, security.api_keys)
+    server = Server(engine, keys, limits, settings.voices_dir, names, tracing, words)
+    links = Links(url_secret or secrets.token_hex())
     speech = Router(
         "/",
         route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream],
@@ -113,12 +121,14 @@ def create_app(
         rename_voice,
         remove_voice,
         *([metrics] if security.private_metrics else []),
+        *([sign_link] if security.speech_urls else []),
     ]
     return Litestar(
         [
             Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
             speak_in_session,
             converse,
+            *([speak_link] if security.speech_urls else []),
             health,
             ready,
             *([] if security.private_metrics else [metrics]),
@@ -129,7 +139,7 @@ def create_app(
         exception_handlers={Exception: answer_error},
         after_exception=[log_lost_session],
         request_max_body_size=MAX_BODY_BYTES,
-        state=State({"server": server, "heartbeat_fd": heartbeat_fd}),
+        state=State({"server": server, "heartbeat_fd": heartbeat_fd, "links": links}),
         openapi_config=openapi.CONFIG,
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
@@ -179,7 +189,14 @@ def main() -> None:
 
         tracing = Tracing(exporter())
     heartbeat_fd = arguments.heartbeat_fd
-    app = create_app(engine, settings, api_key=api_key, tracing=tracing, heartbeat_fd=heartbeat_fd)
+    app = create_app(
+        engine,
+        settings,
+        api_key=api_key,
+        url_secret=os.environ.get(URL_SECRET),
+        tracing=tracing,
+        heartbeat_fd=heartbeat_fd,
+    )
     Listener(
         tracing.around(app) if tracing else app,
         app.state.server,

@@ -103,6 +103,7 @@ class Chat(Speech):
         options = {} if data.max_completion_tokens is None else {"max_tokens": data.max_completion_tokens}
         super().__init__(server, speech_request(data), options, model, NO_CHOICE, given_id, warnings)
         self.fields.stop = stops_of(data)
+        self.num_chars = len(text_of(data.messages[-1]))
         self.wants_audio = data.audio is not None
         self.voice_name = voice if (voice := voice_of(data)) in model.voices else None
         self.has_usage = data.stream_options is not None and data.stream_options.include_usage
@@ -137,9 +138,8 @@ class Chat(Speech):
             if message.role != "assistant":
                 raise refusal(400, f"messages[{i}]: only an assistant's message names an audio", "messages")
             return self.server.answers.find(message.audio.id, self.model.id, f"messages[{i}]").turn()
-        given = message.content
-        parts = [TextPart(given)] if isinstance(given, str) else list(given or ())
-        text = "".join(part.text for part in parts if isinstance(part, TextPart))
+        given, text = message.content, text_of(message)
+        parts = [] if isinstance(given, str) else list(given or ())
         audio = [part for part in parts if isinstance(part, AudioPart)]
         if len(audio) > 1 or (audio and text.strip(BLANK)):
             raise refusal(400, f"messages[{i}] has several parts; give one input_audio, or text", "messages")
@@ -261,6 +261,13 @@ def check_clips(message: protocol.Speak, field: str) -> None:
     if sum(clip.num_bytes for clip in message.recordings) > protocol.MAX_CLIP_BYTES:
         limit = f"{protocol.MAX_CLIP_BYTES >> 20} MiB of float32 samples"
         raise refusal(400, f"all clips together exceed {limit}", field)
+
+
+def text_of(message: ChatMessage) -> str:
+    """Return the text of a message, of all its parts."""
+    given = message.content
+    parts = [TextPart(given)] if isinstance(given, str) else list(given or ())
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def usage_of(finished: protocol.Finished) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import structlog
 
 from serving.http.decode_worker import ANSWER, JOB, MAX_CPU_S, max_clip_bytes
 from serving.protocol import AudioClip
+from serving.settings import URL_SECRET
 
 MAX_PROCESSES = 4  # each decodes a minute of audio in a tenth of a second
 MAX_WAIT_S = 20.0  # for a file, on a busy machine and in a process that has just been started
@@ -167,5 +168,5 @@ class Process:
 
 def environment() -> dict[str, str]:
     """Return the environment of a decoder: without the API key, and without threads that take memory."""
-    kept = {name: value for name, value in os.environ.items() if name != "ZOO_API_KEY"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("ZOO_API_KEY", URL_SECRET)}
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

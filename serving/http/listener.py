@@ -280,6 +280,7 @@ class Guard:
         inner = cast(HTTPScope, dict(scope))
         if inner["method"] == "HEAD":
             inner["method"] = HttpMethod.GET
+            inner["state"]["is_head"] = True
         try:
             await self.app(inner, receive, begin)
         except asyncio.CancelledError:

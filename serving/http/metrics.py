@@ -20,6 +20,7 @@ from serving.protocol import Stats
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
 UNDERRUN_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+KEY_LIMITS = ("requests_per_minute", "characters_per_day", "audio_s_per_day")
 OUTCOMES = ("stop", "length", "no_audio", "cancelled", "refused", "unavailable", "failed")
 # Type, name, field of protocol.ModelStats, description.
 BY_MODEL = (
@@ -145,6 +146,25 @@ class Metrics:
             "Bytes of recordings and whole answers that the HTTP process holds or has promised.",
         )
         self.audio_s = counter("zoo_audio_seconds", "Seconds of audio generated.", ["model"])
+        self.key_requests = counter(
+            "zoo_key_requests", "Requests that an API key began, by its name.", ["key"]
+        )
+        self.key_refused = counter(
+            "zoo_key_refused",
+            "Requests refused because a limit of their API key was reached.",
+            ["key", "limit"],
+        )
+        self.key_characters = counter("zoo_key_characters", "Characters spoken for an API key.", ["key"])
+        self.key_audio_s = counter(
+            "zoo_key_audio_seconds", "Seconds of audio spoken for an API key.", ["key"]
+        )
+
+    def add_key(self, name: str) -> None:
+        """Let the counters of an API key exist, at 0."""
+        for counter in (self.key_requests, self.key_characters, self.key_audio_s):
+            counter.labels(name)
+        for limit in KEY_LIMITS:
+            self.key_refused.labels(name, limit)
 
     def began(self, model: str, ttfa_s: float) -> None:
         self.ttfa.labels(model).observe(ttfa_s)

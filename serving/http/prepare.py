@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 from litestar import Request
 from litestar.openapi.datastructures import ResponseSpec
 
+from serving.http.keys import admit
 from serving.http.requests import check, drop_foreign, options_of
 from serving.http.schemas import ErrorBody, Model, SpeechRequest
-from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
 
 AUDIO = "audio in the requested format, sent as it is generated; text/event-stream with stream_format sse"
@@ -21,6 +22,7 @@ RESPONSES = {
     422: ResponseSpec(
         ErrorBody, description="the model generated no audio (code no_audio); the message says what may help"
     ),
+    **LIMITED,
     **REFUSALS,
 }
 
@@ -35,12 +37,17 @@ def prepared(
     warnings: list[str],
     request: Request[Any, Any, Any],
     server: Server,
+    *,
+    counts: bool = True,
 ) -> S:
-    """Return the answer to a request, of a subclass of Speech. body: has the model's options. Raises the
-    refusal."""
+    """Return the answer to a request, of a subclass of Speech. body: has the model's options. counts: whether
+    the request counts for its API key. Raises the refusal."""
     request.state.model = model.id  # for the metrics, in case the request is refused
     warnings += drop_foreign(body, model, server)
     options = options_of(body, model)
     check(data, model, server)
     voice = server.chosen_voice(data, model)
-    return kind(server, data, options, model, voice, request.state.get("request_id"), warnings)
+    speech = kind(server, data, options, model, voice, request.state.get("request_id"), warnings)
+    if counts:
+        admit(len(data.input))
+    return speech

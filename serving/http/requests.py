@@ -53,12 +53,14 @@ class ForgetfulRequest(Request[Any, Any, Any]):
         return body
 
 
-def request_of(fields: dict[str, Any], fixed: dict[str, Any] = WHOLE) -> SpeechRequest:
-    """Return a speech request, by default for a whole file. fixed: values that the client cannot choose. Raises
-    the same refusal as for a single request."""
+def request_of(
+    fields: dict[str, Any], fixed: dict[str, Any] = WHOLE, *, is_text: bool = False
+) -> SpeechRequest:
+    """Return a speech request, by default for a whole file. fixed: values that the client cannot choose. is_text:
+    all values are texts, as in a URL. Raises the same refusal as for a single request."""
     shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
     try:
-        return msgspec.convert(shared | fixed, SpeechRequest)
+        return msgspec.convert(shared | fixed, SpeechRequest, strict=not is_text)
     except msgspec.ValidationError as error:
         raise wrong_field(str(error)) from None
 

@@ -20,6 +20,7 @@ Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized 
 Name = Annotated[str, Meta(max_length=256)]
 MAX_OPTION_CHARS = 1000
 MAX_BATCH = 32  # requests
+MAX_EXPIRES_S = 7 * 86400  # of a signed URL
 MAX_PRONUNCIATIONS = 1000  # of one request
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
@@ -206,7 +207,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(
             description="the name of a conversation, 1 to 256 characters, for models with `shares_turns`: the next "
-            "request with this name continues behind the speech of this one; every client of the server that "
+            "request with this name continues behind the speech of this one; every client with the same API key that "
             "knows the name can continue it"
         ),
     ] = None
@@ -290,6 +291,16 @@ class SpeechBatch(SpeechRequest, kw_only=True):
             "and options of the model; stream and stream_format are ignored"
         ),
     ]
+
+
+class URLRequest(SpeechRequest, kw_only=True):
+    """The body of POST /v1/audio/speech/url: a speech request, without recordings and lists, and how long its URL
+    shall work."""
+
+    expires_in_s: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_EXPIRES_S)],
+        Meta(description="how many seconds the URL works, an integer from 1 to 604800; default: 3600"),
+    ] = 3600
 
 
 SAME_NAME = (
@@ -472,6 +483,7 @@ FIELDS = {
     "/v1/chat/completions": fields_of(ChatRequest),
     "/v1/audio/transcriptions": fields_of(TranscriptionRequest),
     "/v1/audio/speech/batch": fields_of(SpeechBatch),
+    "/v1/audio/speech/url": fields_of(URLRequest),
     "/v1/audio/voices": fields_of(VoiceUpload),
     "/v1/audio/voices/{voice_id}": fields_of(VoiceName),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,11 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
+from serving.api_keys import ApiKey
 from serving.engine_client import Away, EngineClient
 from serving.http.answers import Answers
 from serving.http.errors import CHAT, SPEECH, cut, refusal
+from serving.http.keys import Keys, current
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.quota import Quota
@@ -47,20 +48,23 @@ REFUSALS = {
 }
 
 
+LIMITED = {429: ResponseSpec(ErrorBody, description="the API key's rate or quota is used up")}
+
+
 class Server:
     """The shared state of one app. Routes get it as `server`; other code finds it at `app.state.server`."""
 
     def __init__(
         self,
         engine: EngineClient,
-        api_key: str | None,
+        keys: Sequence[ApiKey],
         limits: Limits,
         voices_dir: str | Path | None,
         names: Names,
         tracing: Tracing | None = None,
         pronunciations: Sequence[Pronunciation] = (),
     ) -> None:
-        self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
+        self.engine, self.limits, self.names = engine, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
         self.bodies = Quota(limits.reading, "large bodies are being read")
         self.sessions = Quota(limits.sessions, "sessions are open")
@@ -71,6 +75,7 @@ class Server:
         self.references = References(self.voice_chooser, limits, self.memory)
         self.answers = Answers()
         self.metrics = Metrics(engine)
+        self.keys = Keys(keys, self.metrics)
         self.metrics.sessions.set_function(lambda: self.sessions.num_held)
         self.metrics.memory.set_function(lambda: self.memory.num_held)
         self.tracing = tracing
@@ -160,10 +165,12 @@ class Server:
 
     def name_of_conversation(self, given: str | None) -> str | None:
         """Return the name by which engines and gateways know a client's conversation. With an API key it
-        follows from both: servers with other keys, which may share the replicas, cannot continue it."""
-        if given is None or self.api_key is None:
+        follows from both: clients with other keys, of this server or of one that shares its replicas, cannot
+        continue it."""
+        key = current.get()
+        if given is None or key is None:
             return given
-        return hmac.digest(self.api_key.encode(), given.encode(), "sha256").hex()
+        return hmac.digest(key.digest, given.encode(), "sha256").hex()
 
     def lexicon(self, request: SpeechRequest, model: Model, voice: VoiceChoice) -> Lexicon | None:
         """Return the pronunciations of a request; None if there are none."""
@@ -200,7 +207,7 @@ def drop_instructions(request: SpeechRequest, model: Model) -> str | None:
     return f"model {model.id!a} takes no instructions; the field is ignored"
 
 
-def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+async def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Check the API key, as a Litestar guard. Raises the refusal."""
     check_api_key(connection.app.state.server, given_key(connection.headers))
 
@@ -213,8 +220,11 @@ def given_key(headers: Mapping[str, str]) -> str | None:
 
 
 def check_api_key(server: Server, given: str | None) -> None:
-    """Check an API key. Raises the refusal."""
-    api_key = server.api_key
-    if api_key is not None and not secrets.compare_digest((given or "").encode(), api_key.encode()):
+    """Check an API key, and remember whose request the current task serves. Raises the refusal."""
+    if not server.keys:
+        return
+    key = server.keys.find(given or "")
+    if key is None:
         message = "the Authorization header must be: Bearer, a space, and the API key of this server"
         raise refusal(401, message, code="invalid_api_key")
+    current.set(key)

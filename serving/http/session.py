@@ -39,6 +39,7 @@ from serving.http.events import (
     any_object,
     client_event,
 )
+from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
@@ -185,6 +186,7 @@ class Session:
                 f"{len(self.queue)} utterances are queued, the maximum; cancel them, or wait until one ends"
             )
             raise refusal(400, message, code="too_many_utterances")
+        admit(0)  # its characters count as they are spoken
         self.num_utterances += 1
         seed = settings.request.seed
         seed = secrets.randbits(63) if seed is None else seed

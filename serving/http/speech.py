@@ -24,6 +24,7 @@ from serving.audio.playback import Playback
 from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal
+from serving.http.keys import current
 from serving.http.references import LoadedVoice
 from serving.http.schemas import (
     AudioDelta,
@@ -69,6 +70,8 @@ class Speech:
     ):
         self.server, self.request, self.options, self.model = server, request, options, model
         self.voice = voice
+        self.key = current.get()
+        self.num_chars = len(request.input)  # that count for the key
         self.id = new_id()  # for the engine, because clients may repeat their own IDs
         self.given_id = given_id
         self.warnings = (*warnings, *voice.warnings)
@@ -335,6 +338,8 @@ class Speech:
         took_s = time.perf_counter() - self.began
         audio_s = self.audio_s
         self.server.metrics.ended(self.model.id, outcome, took_s, audio_s)
+        if self.key is not None and audio_s:
+            self.key.spoke(self.num_chars, audio_s)
         if self.request.stream and self.is_judged:
             self.server.metrics.streamed(self.model.id, self.playback, outcome)
         rtf = round(took_s / audio_s, 4) if audio_s else None
@@ -351,6 +356,7 @@ class Speech:
             "audio_s": round(audio_s, 3),
             "took_s": round(took_s, 3),
             "rtf": rtf,
+            **({"key": self.key.name} if self.key is not None else {}),
             **({"replicas": self.replicas} if self.replicas else {}),
             **more,
         }

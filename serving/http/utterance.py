@@ -292,6 +292,7 @@ class Utterance:
                 self.num_taken -= len(new.text)  # `_first` makes it
                 break
             text, is_whole = self._of_pass(ending, new.text)
+            segment.num_chars += len(text)
             engine.feed(segment.id, text)
         engine.feed(segment.id, "", is_last=True)
 

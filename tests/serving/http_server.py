@@ -71,9 +71,10 @@ class Server:
 
 
 def settings_of(names=None, cors_origins=(), private_metrics=False, **fields):
+    more = {name: fields.pop(name) for name in ("api_keys", "speech_urls") if name in fields}
     return Settings(
         aliases=names or Aliases(),
-        security=Security(private_metrics, tuple(cors_origins)),
+        security=Security(private_metrics, tuple(cors_origins), **more),
         **{**fields, "voices_dir": str(fields["voices_dir"])},
     )
 

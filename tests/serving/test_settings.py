@@ -49,6 +49,7 @@ FLAGS = {
     "--weights": "int8",
     "--device-map": "auto",
     "--private-metrics": None,
+    "--speech-urls": None,
     "--allow-url-references": None,
     "--cors-origin": "https://a.example",
     "--allowed-host": "a.example",
@@ -86,7 +87,9 @@ def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_pat
     given = [part for flag, value in FLAGS.items() for part in (flag, value) if part is not None]
     words = tmp_path / "words.json"
     words.write_text("[]")
-    paths = ("--voices-dir", tmp_path / "v", "--pronunciations", words)
+    keys = tmp_path / "keys.json"
+    keys.write_text('[{"name": "a", "key": "b"}]')
+    paths = ("--voices-dir", tmp_path / "v", "--pronunciations", words, "--api-keys", keys)
     settings, env = started(f"m={tmp_path}", *given, *paths)
     same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}
     assert not same, f"no flag has changed {same}"

@@ -17,6 +17,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
+from serving.http.keys import admit
 from serving.http.quota import RETRY_S
 from serving.http.references import LoadedVoice
 from serving.http.requests import ForgetfulRequest, check, drop_foreign, is_default, options_of, request_of
@@ -106,7 +107,9 @@ class Batch:
             if request.service_tier == "auto":
                 request.service_tier = "flex"  # a batch has no listeners
             finding = self.finding(voice, request, model)
-            return Item(self.server, request, options, model, voice, warnings, finding)
+            item = Item(self.server, request, options, model, voice, warnings, finding)
+            admit(item.num_chars)
+            return item
         except (HTTPException, Away) as error:
             return self.failed(index, model_id, error)
 

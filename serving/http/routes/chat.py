@@ -10,9 +10,10 @@ from litestar.types import ASGIApp
 
 from serving.http.chat import Chat, check, warnings_of
 from serving.http.errors import CHAT
+from serving.http.keys import admit
 from serving.http.requests import ForgetfulRequest
 from serving.http.schemas import ChatRequest
-from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 
 RESPONSES = {
     200: ResponseSpec(
@@ -21,6 +22,7 @@ RESPONSES = {
     400: WRONG,
     404: UNKNOWN,
     413: TOO_LARGE,
+    **LIMITED,
     **REFUSALS,
 }
 
@@ -32,4 +34,6 @@ async def complete(data: ChatRequest, request: ForgetfulRequest, server: Server)
     request.state.model = model.id  # for the metrics, in case the request is refused
     await request.take_json()
     check(data)
-    return Chat(server, data, model, request.state.get("request_id"), warnings_of(data, model))
+    chat = Chat(server, data, model, request.state.get("request_id"), warnings_of(data, model))
+    admit(chat.num_chars)
+    return chat
