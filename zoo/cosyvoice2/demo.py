@@ -230,7 +230,8 @@ def write(
     Raises ValueError for an unknown size or dtype, and for a directory that is not empty.
     """
     from zoo.checkpoint.loading import published, weight_normed
-    from zoo.cosyvoice2 import build, demo_onnx, weights
+    from zoo.cosyvoice2 import build, weights
+    from zoo.nn.s3 import demo_onnx
     from zoo.nn.s3.campplus import CamPlus
 
     synthetic.check_dtype(dtype)

@@ -14,8 +14,6 @@ every chunk.
 from __future__ import annotations
 
 import math
-import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +26,7 @@ from zoo.cosyvoice2.config import FlowConfig
 from zoo.cosyvoice2.strategy import MAX_FRAMES
 from zoo.nn.cfm import cosine_times
 from zoo.nn.conv import CodecState
+from zoo.nn.rows import zeros
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import PAIR, Estimator
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, NUM_UP_LAYERS, TOKEN_FRAMES
@@ -44,21 +43,6 @@ def fixed_noise(num_frames: int) -> Tensor:
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
     return torch.cat(noise, 1).mT[:num_frames].contiguous()
-
-
-def zeros(like: Tensor, *shape: int) -> Tensor:
-    """Return like.new_zeros(*shape), on a CPU without using memory before it is written to.
-
-    torch would write the zeros. Small pages are used, because a stream writes to places far apart and would
-    use only a tenth of a huge page.
-    """
-    if like.device.type != "cpu":
-        return like.new_zeros(*shape)
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * like.itemsize))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # kernels without huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(shape)).view(shape)
 
 
 class FlowCache:

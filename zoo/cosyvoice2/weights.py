@@ -7,27 +7,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.names import decoder_block, qkv
-from zoo.checkpoint.tensor_files import TensorFile, open_file, open_onnx_parameters
-from zoo.nn.s3.names import both, campplus, flow, folded_norm, is_weight_normed, tokenizer_layers, vocoder
+from zoo.nn.s3 import files
+from zoo.nn.s3.files import FLOW_FILE, SPEAKER_FILE, VOCODER_FILE, open_speaker, open_vocoder, s3_tokenizer
+from zoo.nn.s3.names import both, campplus, flow, folded_norm, is_weight_normed, vocoder
 
 if TYPE_CHECKING:
+    from zoo.checkpoint.tensor_files import TensorFile
     from zoo.cosyvoice2.config import LMConfig
     from zoo.nn.s3.tokenizer import S3Config
 
-LM_FILE, FLOW_FILE, VOCODER_FILE = "llm.pt", "flow.pt", "hift.pt"
-SPEAKER_FILE, TOKENIZER_FILE = "campplus.onnx", "speech_tokenizer_v2.onnx"
-__all__ = ["campplus", "flow", "folded_norm", "is_weight_normed", "vocoder"]  # shared tables
+LM_FILE, TOKENIZER_FILE = "llm.pt", "speech_tokenizer_v2.onnx"
+# shared files and tables
+__all__ = [
+    "FLOW_FILE",
+    "SPEAKER_FILE",
+    "VOCODER_FILE",
+    "campplus",
+    "flow",
+    "folded_norm",
+    "is_weight_normed",
+    "open_speaker",
+    "open_vocoder",
+    "s3_tokenizer",
+    "vocoder",
+]
 TEXT_HEAD = "llm.model.lm_head.weight"  # a copy of the text table; never used
-# Tensors of the tokenizer to which the exporter gave numbers.
-# Source: xingchensong/S3Tokenizer, s3tokenizer/utils.py, onnx2torch.
-NUMBERED = {
-    "onnx::Conv_2216": "conv1.weight",
-    "onnx::Conv_2217": "conv1.bias",
-    "onnx::Conv_2218": "conv2.weight",
-    "onnx::Conv_2219": "conv2.bias",
-    "onnx::MatMul_2536": "digits.weight",
-    "quantizer.project_in.bias": "digits.bias",
-}
 
 
 def lm(config: LMConfig) -> dict[str, str]:
@@ -45,30 +49,6 @@ def lm(config: LMConfig) -> dict[str, str]:
     return names | both({"llm_decoder": "head"})
 
 
-def s3_tokenizer(config: S3Config) -> dict[str, str]:
-    """Return the names of speech_tokenizer_v2.onnx -> those of S3Tokenizer."""
-    return NUMBERED | tokenizer_layers(config.layers)
-
-
 def open_tokenizer(directory: Path) -> tuple[TensorFile, S3Config]:
     """Return the tokenizer's file and the sizes of its tensors. Raises ValueError."""
-    from zoo.nn.s3.tokenizer import HEAD_DIM, S3Config
-
-    file = open_onnx_parameters(directory / TOKENIZER_FILE, frozenset(NUMBERED))
-    first = file.headers.get("onnx::Conv_2216")
-    if first is None or len(first.shape) != 3 or first.shape[0] % HEAD_DIM:
-        what = "nothing" if first is None else f"{list(first.shape)}"
-        needed = f"a convolution whose output channels are a multiple of {HEAD_DIM} is needed"
-        raise ValueError(f"{file.path} has {what} as onnx::Conv_2216; {needed}")
-    layers = sum(name.endswith(".attn_ln.weight") for name in file.headers)
-    return file, S3Config(mels=first.shape[1], width=first.shape[0], layers=layers)
-
-
-def open_speaker(directory: Path) -> TensorFile:
-    return open_onnx_parameters(directory / SPEAKER_FILE)
-
-
-def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
-    """Return hift.pt and the prefix of its names, which is empty unless its trainer saved it."""
-    file, prefix = open_file(directory / VOCODER_FILE), "generator."
-    return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
+    return files.open_tokenizer(directory / TOKENIZER_FILE)

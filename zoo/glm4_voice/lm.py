@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from zoo.glm4_voice.config import LMConfig
 from zoo.nn import llama
-from zoo.nn.linear import FusedLinear
 from zoo.nn.llama import LlamaConfig
 
 
@@ -20,10 +19,7 @@ class Stack(llama.Stack):
     """Llama's stack with a bias of queries, keys and values, and GLM-4's angles."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        for layer in self.layers:
-            assert isinstance(layer, llama.Block)
-            layer.qkv = FusedLinear(config.hidden, layer.qkv.parts, bias=True)
+        super().__init__(config, has_bias=True)
 
     def prepare(self) -> None:
         turning = self.config.head_dim // 2

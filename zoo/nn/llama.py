@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.checkpoint.config import HEADS, POSITIONS, ROPE_THETA, WIDTH, ConfigBlock
-from zoo.checkpoint.names import decoder_block
+from zoo.checkpoint.names import decoder_block, qkv
 from zoo.checkpoint.stack import StackConfig, read_stack
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend
@@ -93,13 +93,14 @@ def frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tens
 class Block(nn.Module):
     """Grouped-query attention over pages, then a gated MLP, each behind a norm and added to its input."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, has_bias: bool = False):
+        """has_bias: of queries, keys and values, as in Qwen2."""
         super().__init__()
         self.head_dim = config.head_dim
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
         self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
+        self.qkv = FusedLinear(config.hidden, (queries, keys, keys), has_bias)
         self.out = nn.Linear(queries, config.hidden, bias=False)
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = SwiGLU(config.hidden, config.inner)
@@ -126,10 +127,10 @@ class Stack(nn.Module):
 
     angle: Tensor  # [head_dim / 2], after prepare()
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, has_bias: bool = False):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, has_bias) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self) -> None:
@@ -147,11 +148,12 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
-def names(config: LlamaConfig, theirs: str, ours: str) -> dict[str, str]:
+def names(config: LlamaConfig, theirs: str, ours: str, has_bias: bool = False) -> dict[str, str]:
     """Return the published names of a stack's tensors -> ours, by prefix (see `zoo.checkpoint.loading`)."""
     table = {f"{theirs}.norm.weight": f"{ours}.norm.weight"}
     for i in range(config.layers):
-        table |= decoder_block(f"{theirs}.layers.{i}", f"{ours}.layers.{i}", has_qk_norm=False)
+        block = f"{theirs}.layers.{i}", f"{ours}.layers.{i}"
+        table |= decoder_block(*block, has_qk_norm=False) | (qkv(*block, "bias") if has_bias else {})
     return table
 
 

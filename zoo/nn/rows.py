@@ -1,6 +1,9 @@
-"""Copy rows from the host to the device without synchronizing."""
+"""Rows of state: copied from the host without synchronizing, and zeros that take no memory before use."""
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -54,3 +57,18 @@ def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def as_bytes(value: Tensor) -> Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
+
+
+def zeros(like: Tensor, *shape: int) -> Tensor:
+    """Return like.new_zeros(*shape), on a CPU without using memory before it is written to.
+
+    torch would write the zeros. Small pages are used, because a stream writes to places far apart and would
+    use only a tenth of a huge page.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(*shape)
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * like.itemsize))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # kernels without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(shape)).view(shape)

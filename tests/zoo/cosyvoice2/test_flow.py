@@ -14,8 +14,9 @@ from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
-from zoo.cosyvoice2.flow import Flow, FlowCache, PagedCache, past_of, zeros
+from zoo.cosyvoice2.flow import Flow, FlowCache, PagedCache, past_of
 from zoo.cosyvoice2.strategy import ADVANCE
+from zoo.nn.rows import zeros
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Seen, Stretch
 

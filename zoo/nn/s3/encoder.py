@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
-from zoo.nn.s3.sizes import LOOKAHEAD, NUM_UP_LAYERS, TOKEN_FRAMES, FlowSizes
+from zoo.nn.s3.sizes import LOOKAHEAD, NUM_UP_LAYERS, TOKEN_FRAMES, EncoderSizes
 from zoo.nn.s3.stretch import PagedLayer, Seen
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
@@ -91,7 +91,7 @@ class Embed(nn.Module):
 
 
 class FlowEncoder(nn.Module):
-    def __init__(self, config: FlowSizes):
+    def __init__(self, config: EncoderSizes):
         super().__init__()
         width = config.width
         sizes = width, config.heads, config.inner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zoo.nn.s3.sizes import NUM_UP_LAYERS, FlowSizes, VocoderSizes
+from zoo.nn.s3.sizes import NUM_UP_LAYERS, EncoderSizes, FlowSizes, VocoderSizes
 
 WB = ("weight", "bias")
 STATISTICS = ("running_mean", "running_var")
@@ -18,6 +18,11 @@ def both(pairs: dict[str, str], kinds: Iterable[str] = WB) -> dict[str, str]:
 
 def flow(config: FlowSizes) -> dict[str, str]:
     """Return the names of flow.pt -> those of Flow."""
+    return flow_encoder(config) | _estimator(config)
+
+
+def flow_encoder(config: EncoderSizes) -> dict[str, str]:
+    """Return the names of flow.pt, but the estimator's -> those of Flow."""
     names = {"input_embedding.weight": "codes.weight"}
     pairs = {
         "spk_embed_affine_layer": "speaker",
@@ -39,7 +44,7 @@ def flow(config: FlowSizes) -> dict[str, str]:
     layers += [(f"encoder.up_encoders.{i}", f"encoder.up_layers.{i}") for i in range(NUM_UP_LAYERS)]
     for theirs, ours in layers:
         names |= conformer_layer(theirs, ours)
-    return names | both(pairs) | _estimator(config)
+    return names | both(pairs)
 
 
 def conformer_layer(theirs: str, ours: str) -> dict[str, str]:

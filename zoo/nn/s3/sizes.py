@@ -14,15 +14,21 @@ FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
 
 
 @dataclass(frozen=True)
-class FlowSizes:
-    """The sizes of the flow, which turns codes into mel frames."""
+class EncoderSizes:
+    """The sizes of the flow's encoder and of the tables in front of it."""
 
     num_codes: int
-    width: int  # of the encoder
+    width: int
     heads: int
     inner: int
     layers: int  # at the token rate; NUM_UP_LAYERS more follow at the frame rate
     speaker: int  # width of the speaker vector
+
+
+@dataclass(frozen=True)
+class FlowSizes(EncoderSizes):
+    """The sizes of the flow, which turns codes into mel frames."""
+
     channels: int  # of the estimator
     estimator_heads: int
     head_dim: int

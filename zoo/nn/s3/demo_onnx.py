@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zoo.cosyvoice2.weights import NUMBERED
+from zoo.nn.s3.files import NUMBERED
 
 FLOAT = 1
 Fill = Callable[[str, tuple[int, ...]], np.ndarray]
