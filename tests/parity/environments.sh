@@ -66,6 +66,9 @@ environment glm4_voice cosyvoice-minicpmo==0.1.0 transformers==5.23.0 torchaudio
     omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 importlib_metadata==10.2.0 zipp==4.1.2 pillow==13.0.0 requests==2.34.2 \
     urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 rm -f "$(site .venv-parity-glm4_voice)"/torchaudio/lib/*.so
+# Flow and vocoder are the files of Step-Audio 2 in a package for MiniCPM-o, and the LM is transformers'.
+environment step_audio2 stepaudio2-minicpmo==0.1.1 transformers==5.23.0 torchaudio==2.11.0 "${audio[@]}"
+rm -f "$(site .venv-parity-step_audio2)"/torchaudio/lib/*.so
 # ESPnet's SpeechLM is in no package: its source is taken from a fork by its author, or from the clone of it in OPUSLM_SOURCE. Of both
 # sources only a few files are imported, because the packages around them would import the trainer.
 environment opuslm transformers==5.23.0

@@ -17,4 +17,5 @@ tests/parity/environments.sh "$@"
 .venv-parity-zonos/bin/python tests/parity/oracle_zonos.py
 .venv-parity-chatterbox/bin/python tests/parity/oracle_chatterbox.py
 .venv-parity-glm4_voice/bin/python tests/parity/oracle_glm4_voice.py
+.venv-parity-step_audio2/bin/python tests/parity/oracle_step_audio2.py
 .venv-parity-opuslm/bin/python tests/parity/oracle_opuslm.py

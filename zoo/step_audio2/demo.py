@@ -39,6 +39,7 @@ from zoo.step_audio2.vocabulary import (
     SPEECH_START,
     TOKENS,
     audio,
+    is_code,
 )
 from zoo.text.bpe import (
     ENGLISH,
@@ -57,11 +58,11 @@ AUDIO_SPECIAL = (
     AUDIO_START,
     AUDIO_END,
     AUDIO_PATCH,
-    "<audio_4>",
+    "<audio_filler>",
     SPEECH_PAD,
     SPEECH_START,
     SPEECH_END,
-    "<tts_7>",
+    "<tts_filler>",
 )
 
 
@@ -98,10 +99,11 @@ TINY = Size(
     encoder=32, encoder_heads=2, encoder_inner=48, encoder_layers=2,
     estimator=32, estimator_heads=2, head_dim=8, depth=2, vocoder=16, f0=8, s3_width=64, s3_layers=1,
 )  # fmt: skip
+# The reference's encoder needs four layers at least, as many as behind the upsampling.
 PARITY = Size(
     hidden=64, inner=96, layers=3, heads=4, kv_heads=2, positions=2048, rows=0,
     listener=64, listener_layers=3, listener_heads=4,
-    encoder=64, encoder_heads=2, encoder_inner=96, encoder_layers=2,
+    encoder=64, encoder_heads=2, encoder_inner=96, encoder_layers=4,
     estimator=64, estimator_heads=3, head_dim=16, depth=3, vocoder=64, f0=32, s3_width=128, s3_layers=2,
 )  # fmt: skip
 MID = Size(
@@ -267,7 +269,7 @@ def fill(name: str, shape: tuple[int, ...], seed: int, ids: Mapping[str, int]) -
     """Return random float32 values for a tensor by its published name. Raises ValueError if no rule matches the name."""
     values = synthetic.fill(name, shape, f"step_audio2:{seed}", RULES)
     if name == "lm_head.weight":
-        values[[id for token, id in ids.items() if token.startswith("<audio_")]] *= LOUDER
+        values[[id for token, id in ids.items() if is_code(token)]] *= LOUDER
         values[[ids[token] for token in (END, SPEECH_PAD, audio(NUM_AUDIO - 1))]] *= MUCH_LOUDER
     return values
 

@@ -84,7 +84,7 @@ def shapes(config: ListenerConfig) -> dict[str, Shape]:
     }
     for i in range(config.layers):
         layer = f"layers.{i}"
-        for part in "q k v out".split():
+        for part in ["q", "k", "v", "out"]:
             found[f"{layer}.self_attn.{part}_proj.weight"] = (width, width)
             if part != "k":
                 found[f"{layer}.self_attn.{part}_proj.bias"] = (width,)

@@ -154,7 +154,8 @@ class StepAudio2(Family[VoiceState]):
         max_frames, max_steps = 1, min(most, room)
         if is_spoken:
             max_frames = frame_cap(self.spec, request, len(script.ids), most)
-            max_steps = max_steps if thinks else min(max_steps, 2 * max_frames + EXTRA_STEPS)
+            if request.max_frames is not None or not thinks:  # a bound on frames bounds the thought, too
+                max_steps = min(max_steps, 2 * max_frames + EXTRA_STEPS)
         if max_steps < 1:
             raise RequestError(
                 "text", f"the conversation leaves no room; the model has {self.spec.max_positions} positions"

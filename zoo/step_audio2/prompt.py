@@ -131,7 +131,7 @@ class PromptWriter:
         if turn.tokens is not None:
             return [self.answer(turn.tokens)]
         text = self.vocabulary(turn.text or "")
-        return [text] if turn.clip is None else [turn, text]
+        return [text] if turn.clip is None else [text, turn]
 
     def _opening(self, is_spoken: bool, thinks: bool, is_chat: bool) -> list[int]:
         text = f"{BEGIN}assistant\n" if is_chat else ""

@@ -18,11 +18,17 @@ AUDIO_START, AUDIO_END, AUDIO_PATCH = "<audio_start>", "<audio_end>", "<audio_pa
 SPEECH_START, SPEECH_END, SPEECH_PAD = "<tts_start>", "<tts_end>", "<tts_pad>"
 NEEDED = (BEGIN, END, AUDIO_START, AUDIO_END, AUDIO_PATCH, SPEECH_START)
 THOUGHT_END = "</think>"
+_CODE = re.compile(r"<audio_(\d+)>")
 NUM_AUDIO = NUM_CODES + 1  # the last one is padding
 
 
 def audio(code: int) -> str:
     return f"<audio_{code}>"
+
+
+def is_code(token: str) -> bool:
+    """Return whether a token is one of audio, padding included."""
+    return _CODE.fullmatch(token) is not None
 
 
 class Vocabulary:
@@ -40,7 +46,7 @@ class Vocabulary:
         if any(ids.get(audio(code)) != self.first_code + code for code in range(NUM_AUDIO)):
             where = f"{audio(0)} is {self.first_code}"
             raise ValueError(f"{path}: the ids of the {NUM_AUDIO} audio tokens are not in order; {where}")
-        self.special = {token: id for token, id in ids.items() if not _AUDIO.fullmatch(token)}
+        self.special = {token: id for token, id in ids.items() if not is_code(token)}
         self.first_hidden = ids[AUDIO_START]
         self.num_tokens = self.first_code + NUM_AUDIO
         late = [token for token, id in ids.items() if id >= self.num_tokens]
@@ -76,9 +82,6 @@ class Vocabulary:
         if token in self._names:
             return self._names[token].encode()
         return self._words.get(token, b"")
-
-
-_AUDIO = re.compile(r"<audio_(\d+)>")
 
 
 def _words(path: Path) -> dict[int, bytes]:
