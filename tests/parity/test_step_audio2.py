@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import zoo
 from zoo.check import check
 from zoo.contract import View
+from zoo.nn.s3.carried import heard
 from zoo.request import AudioClip, Request, Turn
 from zoo.step_audio2.voices import Voice, flow_prompt
 
@@ -105,14 +106,13 @@ def test_greedy_answers_are_the_reference_s(model, name):
 def spoken(model, name: str, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mel and the samples of an answer of num codes in a voice."""
     made: list[torch.Tensor] = []
-    inner = model._samples
 
-    def keep(state, view, mel, start, stop):
+    def keep(vocoder, state, slots, mel, start, stop, *others):
         made.append(mel[0, : int(stop - start)])
-        return inner(state, view, mel, start, stop)
+        return heard(vocoder, state, slots, mel, start, stop, *others)
 
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_samples", keep)
+        patch.setattr("zoo.step_audio2.model.heard", keep)
         prompt = flow_prompt(model.flow, voice(VOICES[name], model.config.flow.speaker))
         state = model.state(1)
         state.past.put(0, prompt.past, prompt.num_tokens)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from torch.nn import functional as F
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
-from zoo.nn.conv import CodecState
 from zoo.nn.narrow import dtype_of
-from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.carried import heard
+from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import draw, gumbel, normal, penalise
@@ -311,7 +312,9 @@ class StepAudio2(Family[VoiceState]):
         mel = self._mel(state, slots, start, count, num_left)
         stop = torch.where(count > 0, start + count, first)
         state.num_rendered[slots] = stop
-        return self._samples(state, view, mel, TOKEN_FRAMES * first, TOKEN_FRAMES * stop)
+        noise = partial(self._noise, state, slots)
+        frames = TOKEN_FRAMES * first, TOKEN_FRAMES * stop
+        return heard(self.vocoder, state, slots, mel, *frames, view.is_last, noise)
 
     def _mel(
         self, state: VoiceState, slots: Tensor, start: Tensor, count: Tensor, num_left: Tensor
@@ -328,33 +331,6 @@ class StepAudio2(Family[VoiceState]):
         silent = state.vocoder.new_zeros(len(slots), TOKEN_FRAMES * tokens, MELS)
         mel = self.flow(codes, num_left, silent, state.speaker[slots], cell, state.past)
         return F.pad(mel, (0, 0, 0, CELL_MEL - mel.shape[1]))
-
-    def _samples(
-        self, state: VoiceState, view: View, mel: Tensor, start: Tensor, stop: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return samples of mel frames start .. stop [B], mel [B, CELL_MEL, MELS], and how many are valid.
-
-        The samples end before the last frame by the vocoder's lag. At the end of the answer silent frames follow until
-        all samples are out.
-        """
-        slots, plan, heard = view.slots, self.vocoder.plan, state.num_heard[view.slots]
-        ends = torch.maximum(heard, MEL_SAMPLES * stop - torch.where(view.is_last, 0, plan.lag))
-        count = stop - start + torch.where(view.is_last & (ends > heard), plan.flush, 0)
-        frames = CELL_MEL + plan.flush
-        mel = F.pad(mel, (0, 0, 0, plan.flush))
-        if may_follow_values(count):
-            frames = max(1, int(count.max()))
-            mel = mel[:, :frames]
-        place = Place(start, torch.where(view.is_last, stop, NO_LIMIT), frames)
-        past = CodecState(self.vocoder.layout, state.vocoder[slots], frames, count)
-        noise = self._noise(state, slots, place.at(1, plan.f0_lag + 1, frames + 1))
-        samples, phases = self.vocoder(mel, place, past, state.phase[slots], noise)
-        state.vocoder[slots] = past.next()
-        state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
-        state.num_heard[slots] = ends
-        most = CELL_MEL * MEL_SAMPLES + plan.lag
-        at = (heard - MEL_SAMPLES * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
-        return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
 
     def _noise(self, state: VoiceState, slots: Tensor, frame: Tensor) -> Tensor:
         """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the answer [B, W]."""
