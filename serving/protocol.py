@@ -202,6 +202,7 @@ class ModelInfo(msgspec.Struct):
     shares_turns: bool = False  # whether a request can continue a conversation
     answers: bool = False  # whether it answers conversations instead of speaking texts
     outputs: tuple[str, ...] = ("speech",)  # what a request may ask for
+    takes_tools: bool = False  # whether a conversation may have tools
 
 
 class Models(Message):

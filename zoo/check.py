@@ -20,7 +20,7 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     name = spec.name or f"{spec.family} {spec.variant}"
     _check_output(request, spec, name)
     is_spoken, is_transcript = request.output == "speech", request.output == "transcript"
-    is_turn = spec.answers and bool(request.turns) and request.turns[-1].role == "user"
+    is_turn = spec.answers and bool(request.turns) and request.turns[-1].role in ("user", "tool")
     if not request.text.strip(BLANK) and not (is_turn or is_transcript):
         raise RequestError("text", "text is empty")
     if request.normalize and spec.answers:

@@ -185,9 +185,11 @@ def _with_own_name(part: str, aliases: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """An earlier turn of a conversation, for models that listen: a text, a clip, or both. role: "user",
-    "assistant" or "system". tokens: the `Speech.tokens` of an earlier answer, in place of its text, for
-    models that keep answers."""
+    """An earlier turn of a conversation, for models that listen: a text, a clip, or both.
+
+    role: "user", "assistant" or "system"; for models that take tools also "tools", their JSON schemas, and "tool",
+    a result. tokens: the `Speech.tokens` of an earlier answer, in place of its text, for models that keep answers.
+    """
 
     role: str
     text: str | None = None

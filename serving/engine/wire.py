@@ -111,4 +111,5 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         shares_turns=spec.shares_turns,
         answers=spec.answers,
         outputs=spec.outputs,
+        takes_tools=spec.takes_tools,
     )

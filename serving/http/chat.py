@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from litestar.types import Send
 from serving import protocol
 from serving.http.answers import ANSWER_S, Answer
 from serving.http.errors import cut, refusal
-from serving.http.references import LoadedVoice, check_duration, unpack
+from serving.http.references import check_duration, unpack
 from serving.http.schemas import (
     AudioPart,
     ChatMessage,
@@ -28,6 +29,7 @@ from serving.http.schemas import (
 )
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech, body
+from serving.http.tools import Calls, in_openais_form, written
 from serving.http.voice_choice import VoiceChoice
 from zoo.request import BLANK
 
@@ -43,8 +45,11 @@ FIELD = {
 }
 
 
-def check(data: ChatRequest) -> None:
+def check(data: ChatRequest, model: Model) -> None:
     """Check a request as far as possible without the engine. Raises the refusal."""
+    has_tools = data.tools or any(message.role == "tool" for message in data.messages)
+    if has_tools and not model.takes_tools:
+        raise refusal(400, f"model {model.id!r} takes no tools; leave tools out", "tools")
     wants_audio = "audio" in (data.modalities or ())
     if wants_audio and data.audio is None:
         raise refusal(400, 'audio is missing: with modalities ["text", "audio"] it says the format', "audio")
@@ -61,12 +66,17 @@ def voice_of(data: ChatRequest) -> str | None:
     return given.id if isinstance(given, Voice) else given
 
 
-def warnings_of(data: ChatRequest, model: Model) -> list[str]:
-    """Return a warning for a voice that the model does not have. OpenAI's clients must name one."""
+def choice_of(data: ChatRequest, model: Model, server: Server) -> VoiceChoice:
+    """Return the voice of the answer, with a warning for one that does not exist. OpenAI's clients must name one.
+    Raises the refusal."""
     voice = voice_of(data)
-    if voice is None or voice in model.voices:
-        return []
-    return [f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"]
+    if voice is None:
+        return NO_CHOICE
+    is_uploaded = model.reference_s is not None and server.voices.has(voice)
+    if voice in model.voices or is_uploaded:
+        return server.chosen_voice(SpeechRequest(input="", voice=voice), model)
+    warning = f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"
+    return replace(NO_CHOICE, warning=warning)
 
 
 def stops_of(data: ChatRequest) -> tuple[str, ...]:
@@ -98,14 +108,15 @@ class Chat(Speech):
         data: ChatRequest,
         model: Model,
         given_id: str | None,
-        warnings: Sequence[str] = (),
     ):
         options = {} if data.max_completion_tokens is None else {"max_tokens": data.max_completion_tokens}
-        super().__init__(server, speech_request(data), options, model, NO_CHOICE, given_id, warnings)
+        choice = choice_of(data, model, server)
+        super().__init__(server, speech_request(data), options, model, choice, given_id)
         self.fields.stop = stops_of(data)
         self.num_chars = len(text_of(data.messages[-1]))
         self.wants_audio = data.audio is not None
-        self.voice_name = voice if (voice := voice_of(data)) in model.voices else None
+        self.tools = [] if data.tool_choice == "none" else data.tools or []
+        self.calls = Calls() if self.tools else None
         self.has_usage = data.stream_options is not None and data.stream_options.include_usage
         self.messages: list[ChatMessage] | None = data.messages
         self.created = int(time.time())
@@ -124,11 +135,14 @@ class Chat(Speech):
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""
         messages, self.messages = self.messages or [], None
-        message = self.speak_message(LoadedVoice(self.voice_name, []))
+        message = self.speak_message(await self.server.references.find(self.voice, self.request, self.model))
         if not self.wants_audio and "text" in self.model.outputs:
             message.request.output = "text"
         for i, one in enumerate(messages):
             message.turns.append(await self._turn(i, one))
+        if self.tools:
+            schemas = json.dumps(msgspec.to_builtins(self.tools), ensure_ascii=False)
+            message.turns.insert(message.turns[0].role == "system", protocol.Turn("tools", schemas))
         check_clips(message, "messages")
         return message
 
@@ -139,6 +153,12 @@ class Chat(Speech):
                 raise refusal(400, f"messages[{i}]: only an assistant's message names an audio", "messages")
             return self.server.answers.find(message.audio.id, self.model.id, f"messages[{i}]").turn()
         given, text = message.content, text_of(message)
+        if message.tool_calls is not None:
+            if message.role != "assistant":
+                raise refusal(400, f"messages[{i}]: only an assistant's message calls tools", "messages")
+            text += "".join(
+                written(call.function.name, call.function.arguments) for call in message.tool_calls
+            )
         parts = [] if isinstance(given, str) else list(given or ())
         audio = [part for part in parts if isinstance(part, AudioPart)]
         if len(audio) > 1 or (audio and text.strip(BLANK)):
@@ -165,13 +185,23 @@ class Chat(Speech):
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         if not isinstance(message, protocol.Text):
             return await super().take(message, send)
-        self.text += message.text
-        if self.is_sse:
-            text = message.text
+        await self._take_text(message.text if self.calls is None else self.calls.take(message.text), send)
+        return True
+
+    async def _take_text(self, text: str, send: Send) -> None:
+        """Take a text that the client sees."""
+        self.text += text
+        if self.is_sse and text:
             await self.send_delta(
                 send, self._heard(transcript=text) if self.wants_audio else {"content": text}
             )
-        return True
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        return in_openais_form(self.calls.found, self.id) if self.calls is not None else []
+
+    def _reason(self, finished: protocol.Finished) -> str:
+        return "tool_calls" if self.tool_calls else finished.reason
 
     async def take_audio(self, pcm: bytes, send: Send) -> None:
         if self.wants_audio:
@@ -222,6 +252,8 @@ class Chat(Speech):
         self.finished, self.num_frames = finished, finished.frames
         if self.wants_audio and finished.answer.tokens:
             self.server.answers.keep(self.audio_id, self.model.id, Answer.of(finished.answer))
+        if self.calls is not None:
+            await self._take_text(self.calls.rest(), send)
         if self.request.stream:
             await self._finish_stream(finished, send)
         else:
@@ -235,7 +267,9 @@ class Chat(Speech):
         if self.wants_audio:
             await self.send_audio(send, await self.encode(self.encoder.finish))
             await self.send_delta(send, {"audio": {"expires_at": self.expires_at}})
-        await self.send_delta(send, {}, finished.reason)
+        if calls := self.tool_calls:
+            await self.send_delta(send, {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]})
+        await self.send_delta(send, {}, self._reason(finished))
         if self.has_usage:
             await self._send_chunk(send, {"choices": [], "usage": usage_of(finished)})
         await body(send, b"data: [DONE]\n\n", more=False)
@@ -252,7 +286,9 @@ class Chat(Speech):
                 "expires_at": self.expires_at,
             }
             message |= {"content": None, "audio": spoken}
-        choice = {"index": 0, "message": message, "finish_reason": finished.reason, "logprobs": None}
+        if calls := self.tool_calls:
+            message |= {"tool_calls": calls, "content": message["content"] or None}
+        choice = {"index": 0, "message": message, "finish_reason": self._reason(finished), "logprobs": None}
         return msgspec.json.encode(self._head("") | {"choices": [choice], "usage": usage_of(finished)})
 
 

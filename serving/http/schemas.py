@@ -409,12 +409,30 @@ class AudioId(msgspec.Struct):
     id: str
 
 
-class ChatMessage(msgspec.Struct):
-    """A turn of a conversation. developer is another name for system."""
+class CalledFunction(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str
 
-    role: Literal["system", "developer", "user", "assistant"]
+
+class ToolCall(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class Tool(msgspec.Struct):
+    function: dict[str, Any]
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """A turn of a conversation. developer is another name for system. tool: the result of a call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart | AudioPart], Meta(max_length=16)] | None = None
     audio: AudioId | None = None  # of an earlier answer, in place of its content
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=16)] | None = None  # of an earlier answer
+    tool_call_id: str | None = None
 
 
 class ChatAudio(msgspec.Struct):
@@ -475,6 +493,13 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
     top_p: Annotated[TopP | None, Meta(description="a number above 0, up to 1 (off)")] = None
+    tools: Annotated[
+        Annotated[list[Tool], Meta(max_length=128)] | None,
+        Meta(description="functions that the model may call, for models with `takes_tools`"),
+    ] = None
+    tool_choice: Annotated[
+        Literal["auto", "none"] | None, Meta(description="auto (default): the model decides; none: no tools")
+    ] = None
 
 
 # Descriptions of fields, by route.
@@ -518,6 +543,7 @@ class Model(msgspec.Struct):
     answers: bool  # whether it answers conversations (POST /v1/chat/completions) instead of speaking texts
     # speech, text (answers without audio), transcript (POST /v1/audio/transcriptions)
     outputs: tuple[str, ...]
+    takes_tools: bool  # whether a conversation may have tools
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by

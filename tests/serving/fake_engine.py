@@ -94,6 +94,14 @@ CLONER = protocol.ModelInfo(
 ANSWERER = protocol.ModelInfo(
     "answerer", "fake", "chat", RATE_HZ, 12.5, 60.0, [], [], [], options=[], answers=True
 )
+CALLER = msgspec.structs.replace(
+    ANSWERER,
+    id="caller",
+    voices=["anna", "bert"],
+    reference_s=(1.0, 30.0),
+    outputs=("speech", "text"),
+    takes_tools=True,
+)
 TRANSCRIBER = protocol.ModelInfo(
     "transcriber",
     "fake",
@@ -107,6 +115,7 @@ TRANSCRIBER = protocol.ModelInfo(
     outputs=("speech", "transcript"),
 )
 READY = protocol.Status("ready", 1.0)
+CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # what the answer to "call 0" says
 NUMBERS = protocol.ModelStats(
     slots=8,
     running=2,
@@ -246,6 +255,9 @@ class FakeEngine:
         if what == "reject":
             return writer.write(protocol.pack(protocol.Rejected(id, "turns are not possible", "turns")))
         self.talking[id] = 0
+        if what == "call":
+            for text in ("Hm. ", CALL[:5], CALL[5:30], CALL[30:]):
+                writer.write(protocol.pack(protocol.Text(id, text)))
         for index in range(count):
             writer.write(protocol.pack(protocol.Text(id, f"w{index} ")))
             await asyncio.sleep(0.005)

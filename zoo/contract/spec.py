@@ -127,6 +127,8 @@ class Spec:
     # whether the model answers its text and turns instead of speaking them: turns alone are a request, and
     # neither the text nor its length says what is spoken
     answers: bool = False
+    # whether turns may hold tools and their results (`Turn.role`), which the model calls by its text
+    takes_tools: bool = False
     # what a request may ask for (`Request.output`): "speech", "text" (an answer without audio), "transcript"
     outputs: tuple[str, ...] = ("speech",)
     # whether a later turn can continue behind an answer's own tokens: `Family.answer_tokens`

@@ -121,6 +121,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         listens=True,
         answers=True,
         keeps_answers=True,
+        takes_tools=True,
         outputs=("speech", "text", "transcript"),
     )
     return config, spec

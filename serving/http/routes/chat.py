@@ -8,7 +8,7 @@ from litestar import post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp
 
-from serving.http.chat import Chat, check, warnings_of
+from serving.http.chat import Chat, check
 from serving.http.errors import CHAT
 from serving.http.keys import admit
 from serving.http.requests import ForgetfulRequest
@@ -33,7 +33,7 @@ async def complete(data: ChatRequest, request: ForgetfulRequest, server: Server)
     model = server.answering_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused
     await request.take_json()
-    check(data)
-    chat = Chat(server, data, model, request.state.get("request_id"), warnings_of(data, model))
+    check(data, model)
+    chat = Chat(server, data, model, request.state.get("request_id"))
     admit(chat.num_chars)
     return chat
