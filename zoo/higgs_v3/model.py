@@ -13,53 +13,21 @@ from einops import repeat
 from torch import Tensor, nn
 
 from zoo.check import check
-from zoo.checkpoint.stack import StackConfig
 from zoo.contract import Batch, Family, Prompt, Said, Spec, View, frame_cap
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.delay import DelayState
 from zoo.higgs_v3.prompt import PromptWriter
 from zoo.higgs_v3.strategy import STRATEGY
-from zoo.nn.attention import Paged, attend
-from zoo.nn.linear import FusedLinear, SwiGLU, Tables
+from zoo.nn.linear import Tables
 from zoo.nn.narrow import dtype_of, tied_head
-from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.qwen3 import Stack
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import Request
 
 # The cap for a request that sets none: it stops speech that would never end.
 FRAMES_PER_TEXT_TOKEN = 24
 MIN_FRAMES = 384
-
-
-class Block(nn.Module):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP. Both are pre-norm and
-    residual.
-
-    Source: transformers, models/qwen3, Qwen3DecoderLayer.
-    """
-
-    def __init__(self, config: StackConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
-        self.q_norm = RMSNorm(config.head_dim, config.eps)
-        self.k_norm = RMSNorm(config.head_dim, config.eps)
-        self.out = nn.Linear(queries, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
-        # [T, H or Hkv, dim]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Backbone(nn.Module):
@@ -70,8 +38,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.text = nn.Embedding(config.text_vocab, config.stack.hidden)
         self.codes = Tables(config.codebooks, config.vocab, config.stack.hidden)
-        self.layers = nn.ModuleList(Block(config.stack) for _ in range(config.stack.layers))
-        self.norm = RMSNorm(config.stack.hidden, config.stack.eps)
+        self.stack = Stack(config.stack)
 
     def rows(self, codes: Tensor) -> Tensor:
         """Embed codes [..., K] as the sum of their rows, [..., D]."""
@@ -151,15 +118,9 @@ class HiggsV3(Family[HiggsState]):
         return self.backbone.rows(state.row[slots])
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        stack = self.config.stack
         # In bf16 the RoPE table is rounded too, as in training (sglang-omni 0.1.9,
         # models/higgs_tts/utils.py, truncate_rope_to_bf16).
-        cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
-        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
-        x = inputs
-        for i, layer in enumerate(self.backbone.layers):
-            x = layer(x, cos, sin, Paged(batch, i))
-        return self.backbone.norm(x)
+        return self.backbone.stack(inputs, batch)
 
     def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:
         """Draw eight codes per slot independently and write each to its own frame (40 ms). h [B, D]."""

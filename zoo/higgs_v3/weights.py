@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zoo.checkpoint.names import decoder_block
 from zoo.higgs_v3 import semantic
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import CodecConfig, Config
 from zoo.higgs_v3.model import Backbone
-from zoo.nn import dac
+from zoo.nn import dac, qwen3
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
 # Copies of the two embeddings. The file contains them but the index does not name them, so a loader that
@@ -34,10 +33,8 @@ def table(config: Config) -> dict[str, str]:
     names = {
         "tied.embedding.text_embedding.weight": "backbone.text.weight",
         "tied.embedding.modality_embeddings.0.embedding.weight": "backbone.codes.weight",
-        "body.norm.weight": "backbone.norm.weight",
     }
-    for i in range(config.stack.layers):
-        names |= decoder_block(f"body.layers.{i}", f"backbone.layers.{i}", has_qk_norm=True)
+    names |= qwen3.names(config.stack, "body", "backbone.stack")
     names |= {f"{CODEC}.{theirs}": f"codec.{ours}" for theirs, ours in _codec(config.codec).items()}
     return names | {name: f"unread.{i}" for i, name in enumerate(unread(config))}
 

@@ -61,7 +61,7 @@ def test_every_tensor_is_loaded(dtype):
     with safe_open(TINY / "model.safetensors", framework="pt") as file:
         query = file.get_tensor("body.layers.2.self_attn.q_proj.weight")
         rows = file.get_tensor(f"{weights.CODEC}.quantizer.quantizers.7.codebook.embed")
-    assert torch.equal(loaded.backbone.layers[2].qkv.weight[: len(query)], query.to(loaded.dtype))
+    assert torch.equal(loaded.backbone.stack.layers[2].qkv.weight[: len(query)], query.to(loaded.dtype))
     assert torch.equal(loaded.codec.quantizer.books[7].rows, rows)
     assert loaded.head.weight is loaded.backbone.codes.weight
     assert sum(p.numel() for p in loaded.parameters()) == zoo.inspect(TINY)["parameters"]
@@ -262,7 +262,7 @@ def test_a_demo_has_the_requested_seed_dtype_and_layers_and_copied_heads(tmp_pat
     assert all(torch.equal(tensors[name], plain[name].bfloat16()) for name in plain)
     assert all(torch.equal(tensors[copy], tensors[original]) for copy, original in demo.COPIES.items())
     assert not torch.equal(load_file(other / "model.safetensors")[demo.CODES], tensors[demo.CODES])
-    assert len(zoo.load(other, "cpu").backbone.layers) == 1
+    assert len(zoo.load(other, "cpu").backbone.stack.layers) == 1
 
 
 def test_the_mid_size_has_about_150_million_parameters(tmp_path):
