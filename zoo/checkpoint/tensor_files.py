@@ -30,6 +30,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+PICKLE_KEYS = ("state_dict", "module")  # under which training tools put the tensors
 ZIP = b"PK\x03\x04"  # the first bytes of a pickle of PyTorch 1.6 or newer; older ones cannot be mapped
 
 
@@ -116,10 +117,10 @@ def _open_safetensors(path: Path) -> TensorFile:
 
 
 def _open_pickle(path: Path) -> TensorFile:
-    """Open a pickle of tensors by name, at its root or under `state_dict`."""
+    """Open a pickle of tensors by name, at its root or under one of PICKLE_KEYS."""
     tensors = read_pickle(path)
     if isinstance(tensors, dict):
-        tensors = tensors.get("state_dict", tensors)
+        tensors = next((tensors[key] for key in PICKLE_KEYS if key in tensors), tensors)
     if not isinstance(tensors, dict):
         raise ValueError(f"{path} does not hold tensors by name, but a {type(tensors).__name__}")
     headers = {}
