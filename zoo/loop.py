@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo import kernels
-from zoo.contract import Batch, Family, Prompt, Speech, View, following
+from zoo.contract import NEVER, Batch, Family, Lane, Prompt, Speech, View, following
 from zoo.request import Request, RequestError
 from zoo.text.stops import Writing
 
@@ -81,6 +81,9 @@ def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None, stop: 
     while not (state.done[0] or writing.is_stopped):
         frames = int(state.ready[0])
         family.step(state, batches.step())
+        if family.spec.opens_late and not batches.is_open and int(state.lane_at[0]) < NEVER:
+            lane = family.second_lane(batches.length_at(int(state.lane_at[0])))
+            family.hidden(lane.inputs, batches.open(lane))
         token = int(state.written[0])
         if token >= 0:
             text += writing.more(family.detokenize(token))
@@ -106,7 +109,8 @@ class SoloBatches:
         kv, self.device = family.spec.kv, family.device
         self.prompt_lanes = prompt.lanes
         self.lengths = [len(lane.inputs) - 1 for lane in prompt.lanes]  # positions in the cache
-        lanes, pages = len(self.lengths), -(-max(prompt.max_positions) // PAGE_TOKENS)
+        self.opens_late, self.begin = family.spec.opens_late, self.lengths[0]
+        lanes, pages = family.spec.lanes, -(-max(prompt.max_positions) // PAGE_TOKENS)
         page_rows = 2 * kv.num_layers * PAGE_TOKENS
         self.kv = torch.zeros(
             lanes * pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device
@@ -114,20 +118,42 @@ class SoloBatches:
         self.page = torch.arange(PAGE_TOKENS, device=self.device)
         # [L, P]
         self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)
+        self.late: int | None = None  # positions of a second lane that is filled, and is not run yet
+
+    @property
+    def is_open(self) -> bool:
+        return self.late is not None or len(self.lengths) > 1
+
+    def length_at(self, step: int) -> int:
+        """Return how many inputs the first lane has read before a step."""
+        return self.begin + step
+
+    def open(self, lane: Lane) -> Batch:
+        """Return the launch that fills a second lane. It runs once the first one is as long."""
+        self.late = len(lane.inputs)
+        return self._batch(range(1, 2), [range(self.late)], [self.late])
 
     def prefill(self, lane: int = 0) -> Batch:
         """Return the launch that reads one lane's prompt, except its last input."""
-        batch = self._batch(range(lane, lane + 1), [range(self.lengths[lane])])
+        length = self.lengths[lane]
+        batch = self._batch(range(lane, lane + 1), [range(length)], [length])
         is_audio = self.prompt_lanes[lane].is_audio
         if is_audio is not None:
             batch.is_audio = is_audio[:-1]
         return batch
 
     def step(self) -> Batch:
+        if self.late == self.lengths[0]:
+            self.lengths.append(self.late)
         self.lengths = [length + 1 for length in self.lengths]
-        return self._batch(range(len(self.lengths)), [range(length - 1, length) for length in self.lengths])
+        lanes = range(len(self.lengths))
+        batch = self._batch(lanes, [range(length - 1, length) for length in self.lengths], self.lengths)
+        if self.opens_late:
+            batch.opened = torch.zeros(len(lanes) - 1, dtype=torch.int64, device=self.device)
+            batch.second = torch.full((1,), lanes[-1], device=self.device)
+        return batch
 
-    def _batch(self, lanes: range, stretches: list[range]) -> Batch:
+    def _batch(self, lanes: range, stretches: list[range], lengths: Sequence[int]) -> Batch:
         """Return a launch with one sequence per lane and inputs at the positions `stretches`."""
 
         def tensor(values: Iterable[int]) -> Tensor:
@@ -143,7 +169,7 @@ class SoloBatches:
             positions=positions,
             kv_write_index=self.page_table[owner, positions // PAGE_TOKENS] + positions % PAGE_TOKENS,
             page_table=self.page_table[lanes.start : lanes.stop],
-            kv_lens=tensor(self.lengths[lane] for lane in lanes),
+            kv_lens=tensor(lengths),
             cu_seqlens=tensor(accumulate(map(len, stretches), initial=0)),
             kv=self.kv,
             page=self.page,

@@ -132,6 +132,8 @@ class Job:
     unfed: list[tuple[list[int], bool]] = field(default_factory=list)  # text that came while it had no slot
     writing: Writing = field(default_factory=Writing)
     written: list[tuple[int, int]] = field(default_factory=list)  # text tokens, and the frames before each
+    # positions behind which its second lane is to open, while it has no pages for it
+    opens_lane_at: int | None = None
     num_cached: int = 0  # positions of the prompt that were in the KV cache
     answer: Answer = field(default_factory=Answer)
 
@@ -229,6 +231,7 @@ class Job:
         self.past.usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
         self.prompt = prompt
         self.written = []
+        self.opens_lane_at = None
         self.is_composing = False
 
     def write(self, token: int, num_ready: int, is_done: bool) -> None:

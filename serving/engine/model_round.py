@@ -26,6 +26,7 @@ from serving.engine.memory.slot_pages import SlotPages
 from serving.engine.schedule.admission import Forecaster, IterationLoad
 from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.tenants import Tenants
+from zoo.contract import NEVER
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +47,7 @@ class ModelRound:
     report_lag: int
     is_reproducible: bool
     max_renders: float = math.inf
+    open_lane: Callable[[Job, int], None] = lambda job, step: None  # called again until the lane is open
     after_delivery: Callable[[], None] = lambda: None
     between: Callable[[], None] = lambda: None
     load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
@@ -100,7 +102,7 @@ class ModelRound:
             [report] = copy.read()
             same = self.tenants.stayed(slots, generation)
             slots = slots[same]
-            ready, done, written, finite = report[same].T
+            ready, done, written, finite, *opens = report[same].T
             is_sick = (finite == 0) & ~self.scheduler.slots.tape.is_done[slots]
             self.failing.update({self.running[slot]: NOT_FINITE for slot in slots[is_sick].tolist()})
             # A slot that was done already took a step in vain, whose report repeats the one before.
@@ -113,6 +115,10 @@ class ModelRound:
                 job.write(token, num_ready, bool(is_done))
                 if job.writing.is_stopped and not is_done:
                     self.runner.end(slot)
+            if opens:
+                for slot, step in zip(slots.tolist(), opens[0].tolist(), strict=True):
+                    if step < NEVER:
+                        self.open_lane(self.running[slot], step)
 
     def _render(self) -> None:
         if len(self.renders) >= self.max_renders:

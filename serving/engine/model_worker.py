@@ -24,6 +24,7 @@ from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import NOT_FINITE
 from serving.engine.expectations import Expectations
 from serving.engine.job import Job
+from serving.engine.memory.late_lanes import LateLanes
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
 from serving.engine.model_queue import ModelQueue
@@ -93,6 +94,7 @@ class ModelWorker:
             self.scheduler.timing.window_cost = None  # steps wait for no window
         chunk_pages = REPRODUCIBLE_CHUNK_PAGES if settings.is_reproducible else 1
         self.pages = SlotPages(self.runner, pages, chunk_pages)
+        self.lanes = LateLanes(self.pages, self.scheduler)
         first_frames = self.scheduler.shapes.first_frames
         steps = family.spec.steps_per_frame
         first_iterations = first_frames * steps + settings.report_lag + 1
@@ -117,6 +119,7 @@ class ModelWorker:
             report_lag=settings.report_lag,
             is_reproducible=settings.is_reproducible,
             max_renders=GPU_RENDERS_IN_FLIGHT if family.device.type == "cuda" else math.inf,
+            open_lane=self.lanes.open,
             after_delivery=after_delivery,
             between=between,
         )
@@ -183,7 +186,7 @@ class ModelWorker:
         has_pages = skips is not None
         if skips is None:
             skips = [0 for _ in job.prompt.lanes]
-            job.pages.lanes = [[] for _ in job.prompt.lanes]
+            job.pages.lanes = [[] for _ in range(self.family.spec.lanes)]
             job.pages.saved = self.runner.save([])
             job.pages.past = []
         self._begin(job, skips, self.scheduler.begin_pass)
@@ -197,10 +200,11 @@ class ModelWorker:
         )
 
     def _begin(self, job: Job, skips: list[int], begin: Callable[..., None]) -> None:
+        closed = [0] * (self.family.spec.lanes - len(skips))
         begin(
             job.slot,
-            [len(lane.inputs) - 1 for lane in job.prompt.lanes],
-            skips,
+            [len(lane.inputs) - 1 for lane in job.prompt.lanes] + closed,
+            skips + closed,
             grid_offset=job.prompt.grid_offset,
             steps=job.prompt.num_fed_steps,
             expected_frames=self.expectations.frames(job),
@@ -259,7 +263,8 @@ class ModelWorker:
         if not self.running:
             return []
         slots = self.scheduler.decoding_slots()
-        return [self.running[slot] for slot in self.pages.short_slots(slots, self._frames_ahead(slots))]
+        short = [self.running[slot] for slot in self.pages.short_slots(slots, self._frames_ahead(slots))]
+        return self.lanes.short(self.running.values()) + short
 
     def _frames_ahead(self, slots: np.ndarray) -> np.ndarray:
         """Return how many frames the slots have at most after the next step. [B]"""
@@ -267,6 +272,8 @@ class ModelWorker:
 
     def grow(self, job: Job) -> bool:
         """Give a job the pages that it lacks for its next step. Return whether there were enough."""
+        if job.opens_lane_at is not None:
+            return self.lanes.try_again(job)
         return self.pages.grow(job, int(self._frames_ahead(np.array([job.slot]))[0]))
 
     def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool:
@@ -303,6 +310,8 @@ class ModelWorker:
         is_back = self.pages.restore(job, self.needed_to_resume(job))
         if is_back:
             self.scheduler.slots.lacks_pages[job.slot] = False
+            if job.opens_lane_at is not None:
+                self.lanes.try_again(job)  # with the pages that it got for it
         return is_back
 
     # the end of a pass

@@ -105,6 +105,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         max_positions=config.max_positions,
         window=replace(WINDOW, lookahead=context, left=context),
         lanes=2,
+        opens_late=True,
         options=options(config.sampling, config.max_positions),
         hints=HINTS,
         name=TITLE,

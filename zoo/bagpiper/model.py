@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from zoo.bagpiper.codec import Decoder
 from zoo.bagpiper.config import DELAY, PAD, STREAMS, Config
 from zoo.bagpiper.listener import Listener
-from zoo.bagpiper.phases import IN_AUDIO, LEAD, PhaseState
+from zoo.bagpiper.phases import IN_AUDIO, PhaseState
 from zoo.bagpiper.prompt import PromptWriter, Script
 from zoo.bagpiper.strategy import STRATEGY
 from zoo.check import check
-from zoo.contract import Batch, Family, Lane, Prompt, Spec, View, frame_cap
+from zoo.contract import LANE_LEAD, Batch, Family, Lane, Prompt, Spec, View, frame_cap
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
@@ -78,14 +78,13 @@ class Backbone(nn.Module):
 
 
 class BagpiperState(PhaseState):
-    """Adds the sampling values of both phases, and the weight of guidance."""
+    """Adds the sampling values of both phases."""
 
     text_temperature: Tensor
     text_top_k: Tensor
     audio_temperature: Tensor
     audio_top_k: Tensor
     top_p: Tensor
-    guidance: Tensor
 
     def __init__(self, family: Bagpiper, slots: int, max_frames: int):
         super().__init__(family.config, family.spec, slots, max_frames, family.dtype, family.device)
@@ -93,7 +92,6 @@ class BagpiperState(PhaseState):
             self.add(f"{phase}_temperature")
             self.add(f"{phase}_top_k", dtype=torch.int64)
         self.add("top_p", default=1)
-        self.add("guidance", default=1)
 
 
 class Bagpiper(Family[BagpiperState]):
@@ -129,16 +127,15 @@ class Bagpiper(Family[BagpiperState]):
             most_words = min(most_words, self.spec.max_positions - length)
             max_frames, max_steps = 1, most_words
         else:
-            extra = most_words + LEAD - 1 + DELAY
+            extra = most_words + LANE_LEAD - 1 + DELAY
             max_frames = frame_cap(self.spec, request, length, self.spec.max_frames, extra_steps=extra)
             max_steps = extra + max_frames
-        null = self.backbone.rows(torch.full((length, STREAMS), PAD, device=self.device))
         return Prompt(
             inputs=self._inputs(script),
             prefix_keys=script.keys,
             max_frames=max_frames,
             max_steps=max_steps,
-            null=Lane(null, (prefix_key(PAD),) * length),
+            opens_lane=values["guidance"] > 1 and not is_text,
             is_text=is_text,
             slot=self._sampling(values)
             | {"seed": request.seed, "most_words": most_words, "is_text": is_text},
@@ -165,6 +162,12 @@ class Bagpiper(Family[BagpiperState]):
             found[f"{name}_top_k"] = phase.top_k if top_k is None else top_k
         return found
 
+    def second_lane(self, length: int) -> Lane:
+        """Return as many pads, which the first stream reads as a vector like any other."""
+        return Lane(
+            self.backbone.ids.weight[PAD].to(self.dtype).expand(length, -1), (prefix_key(PAD),) * length
+        )
+
     def detokenize(self, token: int) -> bytes:
         return self.writer.tokenize.bytes_of(token)
 
@@ -176,11 +179,7 @@ class Bagpiper(Family[BagpiperState]):
     # on the device
 
     def embed(self, state: BagpiperState, slots: Tensor) -> Tensor:
-        rows = self.backbone.rows(state.row[slots])
-        null = torch.where(
-            (state.phase[slots] == IN_AUDIO)[:, None], rows, self.backbone.ids.weight[PAD].to(rows)
-        )
-        return torch.cat((rows, null))
+        return self.backbone.rows(state.row[slots]).repeat(2, 1)  # the second lane runs in audio only
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         return self.backbone.stack(inputs, batch)

@@ -24,19 +24,19 @@ from zoo.bagpiper.config import ASSISTANT, AUDIO, DELAY, EOS, FIRST_WORD, PAD, S
 from zoo.contract import Spec, State
 
 IN_TEXT, IN_TURN, IN_ROLE, IN_AUDIO = range(4)
-LEAD = 3  # steps from the one that draws the end of the text to the first one that draws codes
 
 
 class PhaseState(State):
     """The state of a slot, with tensors added. row [S+1, 8]: the ids that the next step reads. phase [S+1]; count
     [S+1]: steps taken in it. most_words [S+1]: tokens of the text, at most. is_text [S+1]: whether the answer
-    ends with its text."""
+    ends with its text. guidance [S+1]: the weight of guidance, whose lane opens with the audio; 1 is off."""
 
     row: Tensor
     phase: Tensor
     count: Tensor
     most_words: Tensor
     is_text: Tensor
+    guidance: Tensor
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class PhaseState(State):
         self.add("count", dtype=torch.int64)
         self.add("most_words", dtype=torch.int64)
         self.add("is_text", dtype=torch.bool)
+        self.add("guidance", default=1)
 
     def step(self, slots: Tensor, word: Tensor, drawn: Tensor) -> None:
         """Take one step. word [B]: the index of the drawn word, and behind the words the two ends. drawn [B, 8]:
@@ -77,6 +78,7 @@ class PhaseState(State):
         ready = torch.where(in_audio, (taken - DELAY).clamp(min=0).minimum(limit), 0)
         is_over = (leaves & self.is_text[slots]) | (in_audio & (is_end | (ready >= limit)))
 
+        self.open_lane(slots, alive & leaves & ~self.is_text[slots] & (self.guidance[slots] > 1))
         row = self._next_row(phase, word, drawn)
         self.row[slots] = torch.where(alive[:, None], row, self.row[slots])
         later = torch.where(in_text & ~leaves, IN_TEXT, (phase + 1).clamp(max=IN_AUDIO))

@@ -16,10 +16,12 @@ from __future__ import annotations
 from zoo.contract.family import Family, FamilyFolder, Said, Speech
 from zoo.contract.prompt import Lane, Prompt, following, frame_cap
 from zoo.contract.spec import KV, Past, Spec, Window
-from zoo.contract.state import Batch, State, View
+from zoo.contract.state import LANE_LEAD, NEVER, Batch, State, View
 
 __all__ = [
     "KV",
+    "LANE_LEAD",
+    "NEVER",
     "Batch",
     "Family",
     "FamilyFolder",

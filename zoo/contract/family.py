@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
-from zoo.contract.prompt import Prompt, following
+from zoo.contract.prompt import Lane, Prompt, following
 from zoo.contract.spec import Spec
 from zoo.contract.state import Batch, State, View
 from zoo.nn.keys import prefix_key
@@ -69,6 +69,11 @@ class Family(nn.Module, ABC, Generic[S]):
 
     def admit(self, state: S, slot: int, prompt: Prompt) -> None:
         state.open(slot, prompt)
+
+    def second_lane(self, length: int) -> Lane:
+        """Return what the second lane has read when it opens behind `length` inputs of the first one. Equal
+        for all requests. Only for families whose spec has `opens_late`."""
+        raise AssertionError(f"{self.spec.family} opens no lane")
 
     def fill_past(self, state: S, prompt: Prompt, first: int, pages: Tensor) -> None:
         """Write the chunks that `prompt.past_keys` names, from a first one on, to their pages [P] of
@@ -174,32 +179,57 @@ class Family(nn.Module, ABC, Generic[S]):
 
     def step(self, state: S, batch: Batch) -> Tensor:
         """Run one step of every slot of the launch -> the report [B, 4]: frames ready, whether the slot is
-        done, the text token of this step or -1, and whether all values were finite. A slot's first step reads
-        the prompt's last input, so prefill never emits; only this function does."""
+        done, the text token of this step or -1, and whether all values were finite; with lanes that open late
+        [B, 5]: also the step from which the second one runs. A slot's first step reads the prompt's last input,
+        so prefill never emits; only this function does."""
         # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between
         # models would become a variable there.
-        slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
-        # a graph for any B needs this fact
-        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
-        is_first = (state.steps[slots] == 0).repeat(len(first))  # [L B]
-        inputs = torch.where(is_first[:, None], torch.cat(first), self.embed(state, slots))  # [L B, D]
+        slots, first = batch.slots, state.first[batch.slots].unbind(1)  # of [B, D]
+        is_first = state.steps[slots] == 0
         first_is_audio = torch.cat(state.first_is_audio[slots].unbind(1))  # [L B]
-        batch = Batch(
-            slots=slots,
-            positions=batch.positions,
-            kv_write_index=batch.kv_write_index,
-            page_table=batch.page_table,
-            kv_lens=batch.kv_lens,
-            cu_seqlens=batch.cu_seqlens,
-            kv=batch.kv,
-            page=batch.page,
-            is_audio=first_is_audio | ~is_first,
-        )
-        h = self.hidden(inputs, batch)
-        state.check(slots, h.unflatten(0, (len(first), -1)).transpose(0, 1))  # [B, L, D]
+        inputs, is_audio = self._step_inputs(state, batch, first, is_first, first_is_audio)
+        h = self.hidden(inputs, replace_audio(batch, is_audio))
+        if batch.second is not None:
+            h = torch.cat((h[: len(slots)], h[batch.second]))  # a closed lane has the values of the first one
+        lanes = len(first) if batch.second is None else 2
+        state.check(slots, h.unflatten(0, (lanes, -1)).transpose(0, 1))  # [B, L, D]
         self.emit(state, slots, h)
         done, finite = state.done[slots].long(), state.finite[slots].long()
-        return torch.stack((state.ready[slots], done, state.written[slots], finite), 1)  # [B, 4]
+        report = (state.ready[slots], done, state.written[slots], finite)
+        if batch.second is not None:
+            report = (*report, state.lane_at[slots])
+        return torch.stack(report, 1)
+
+    def _step_inputs(
+        self, state: S, batch: Batch, first: Sequence[Tensor], is_first: Tensor, first_is_audio: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inputs [T, D] of a step, and which of them are audio [T]. first: L of [B, D]."""
+        slots, embedded = batch.slots, self.embed(state, batch.slots)
+        if batch.opened is not None:
+            # a graph for any B needs this fact
+            torch._check(batch.positions.shape[0] == slots.shape[0] + batch.opened.shape[0])
+            own, second = embedded.unflatten(0, (2, -1)).unbind(0)
+            own = torch.where(is_first[:, None], first[0], own)
+            more = torch.ones_like(batch.opened, dtype=torch.bool)
+            return torch.cat((own, second[batch.opened])), torch.cat((first_is_audio | ~is_first, more))
+        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
+        is_first = is_first.repeat(len(first))  # [L B]
+        return torch.where(is_first[:, None], torch.cat(tuple(first)), embedded), first_is_audio | ~is_first
+
+
+def replace_audio(batch: Batch, is_audio: Tensor) -> Batch:
+    """Return a step's batch that says which inputs are audio. A graph cannot trace `dataclasses.replace`."""
+    return Batch(
+        slots=batch.slots,
+        positions=batch.positions,
+        kv_write_index=batch.kv_write_index,
+        page_table=batch.page_table,
+        kv_lens=batch.kv_lens,
+        cu_seqlens=batch.cu_seqlens,
+        kv=batch.kv,
+        page=batch.page,
+        is_audio=is_audio,
+    )
 
 
 class Piece(NamedTuple):

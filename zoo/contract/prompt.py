@@ -52,7 +52,8 @@ class Prompt:
     # values of the slot's rows in the state, by name; rows that are not named get their default
     slot: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
-    null: Lane | None = None  # the second lane, if spec.lanes is 2
+    null: Lane | None = None  # the second lane, if spec.lanes is 2; with spec.opens_late, once it is open
+    opens_lane: bool = False  # whether the model may open the second lane, with spec.opens_late
     max_steps: int = 0  # the most steps that the pass can take; 0: one per frame
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
@@ -78,6 +79,8 @@ class Prompt:
     def max_positions(self) -> tuple[int, ...]:
         """Return the most positions that each lane can hold: its prompt, and one for each step."""
         steps = self.max_steps or self.max_frames
+        if self.opens_lane:  # the second lane is as long as the first one
+            return (len(self.inputs) + steps,) * 2
         return tuple(len(lane.inputs) + steps for lane in self.lanes)
 
     def tensors(self) -> list[Tensor]:

@@ -105,6 +105,9 @@ class Spec:
     window: Window
     past: Past | None = None  # of streams, which `render` reads and writes
     lanes: int = 1
+    # whether the second lane begins at a step that the model chooses (`State.open_lane`), behind inputs that every
+    # request shares (`Family.second_lane`); until then a slot takes the steps and the pages of one lane
+    opens_late: bool = False
     steps_per_frame: int = 1  # of a model that writes a frame token by token
     # shape of the noise that one frame is solved from; empty if frames are not solved from noise
     noise_shape: tuple[int, ...] = ()

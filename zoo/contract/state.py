@@ -35,6 +35,9 @@ class Batch:
     # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's
     # last input, which may be text.
     is_audio: Tensor
+    # Of a step where second lanes open late: there are B first lanes and then the G open second ones.
+    opened: Tensor | None = None  # [G], the row of each open second lane in `slots`; 0 for padding
+    second: Tensor | None = None  # [B], the sequence of each slot's second lane, or of its first one
 
     @property
     def page_tokens(self) -> int:
@@ -57,6 +60,8 @@ class View:
 
 
 SMALL_ROW = 64  # values; a longer row is filled on the device
+NEVER = 1 << 40  # a step that no speech reaches
+LANE_LEAD = 3  # steps from the one that opens a second lane to the first one that it takes
 
 
 class State:
@@ -70,6 +75,7 @@ class State:
     reads, and whether it is audio.
     written [S+1]: the text token of the last step, or -1.
     finite [S+1]: whether all values that were checked were finite (`check`).
+    lane_at [S+1]: the step from which the second lane runs, NEVER if it stays closed; only with spec.opens_late.
     noise [F, *noise]: replaces the noise that each step draws, in every slot, unless it is None. See
     `zoo.generate`.
     arena [pages, values]: pages that hold the renderer's past; None if the state's own rows hold it.
@@ -77,6 +83,7 @@ class State:
 
     seed: Tensor
     limit: Tensor
+    lane_at: Tensor
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         rows = slots + 1
@@ -86,14 +93,17 @@ class State:
         self.ready = torch.zeros(rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
-        self.first = torch.zeros(rows, spec.lanes, spec.width, dtype=dtype, device=device)
-        self.first_is_audio = torch.zeros(rows, spec.lanes, dtype=torch.bool, device=device)
+        lanes = 1 if spec.opens_late else spec.lanes
+        self.first = torch.zeros(rows, lanes, spec.width, dtype=dtype, device=device)
+        self.first_is_audio = torch.zeros(rows, lanes, dtype=torch.bool, device=device)
         self.written = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.finite = torch.ones(rows, dtype=torch.bool, device=device)
         self.noise: Tensor | None = None
         self.arena: Tensor | None = None
         self.add("limit", dtype=torch.int64)
         self.add("seed", dtype=torch.int64)
+        if spec.opens_late:
+            self.add("lane_at", dtype=torch.int64, default=NEVER)
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
         """Add a tensor [S+1, *shape] under `name`. `open` sets a slot's row to the prompt's value or
@@ -156,6 +166,11 @@ class State:
         """Set the text token of this step [B], -1 for none. Slots that are done are left unchanged, so call
         this before `append` ends one."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
+
+    def open_lane(self, slots: Tensor, opens: Tensor) -> None:
+        """Let the second lanes of the slots that `opens` [B] names run from the third step behind this one on.
+        The host reads of it while the steps between are on their way."""
+        self.lane_at[slots] = torch.where(opens, self.steps[slots] + LANE_LEAD, self.lane_at[slots])
 
     def check(self, slots: Tensor, values: Tensor) -> None:
         """Record whether values [B, ...] of the slots are finite. A slot that had others stays marked."""

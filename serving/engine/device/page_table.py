@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from zoo.contract import NEVER
+
 INT = np.int64
 
 
@@ -34,6 +36,9 @@ class PageTable:
         self.rows = np.full((lanes * self.num_rows, self.max_pages), scratch, INT)
         self.kv_lens = np.zeros(lanes * self.num_rows, INT)
         self.spares = self.sequences(np.array([num_slots], INT))
+        self.opens_at = np.full(
+            self.num_rows, NEVER, INT
+        )  # positions of the first lane at which the second joins
 
     @property
     def num_sequences(self) -> int:
@@ -46,6 +51,17 @@ class PageTable:
 
     def sequence(self, slot: int, lane: int) -> int:
         return slot + lane * self.num_rows
+
+    def opened(self, slots: np.ndarray) -> np.ndarray:
+        """Return the places in slots [B] of those whose second lanes take the next step, too. [G]"""
+        found = np.flatnonzero(self.kv_lens[slots] >= self.opens_at[slots])
+        first, second = (self.kv_lens[slots[found] + lane * self.num_rows] for lane in (0, 1))
+        assert (first == second).all(), f"second lanes of {second} positions join first ones of {first}"
+        return found
+
+    def running(self, slots: np.ndarray, opened: np.ndarray) -> np.ndarray:
+        """Return the first lanes of slots [B], then the open second ones, as sequences [B + G]."""
+        return np.concatenate((slots, self.num_rows + slots[opened]))
 
     def set_pages(self, sequence: int, pages: Sequence[int]) -> None:
         self.rows[sequence] = self.scratch

@@ -21,9 +21,9 @@ from serving.engine.device.arena import Arena, paged_past
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.lowered import Lowered
 from serving.engine.device.page_table import INT, PageTable
-from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging
+from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging, padded
 from serving.engine.device.streams import AsyncCopy, Observer, Stream
-from zoo.contract import Family, Lane, Prompt, View
+from zoo.contract import NEVER, Family, Lane, Prompt, View
 from zoo.nn.rows import to_device
 
 
@@ -115,9 +115,11 @@ class Runner:
         """Move a request in. Of each lane: its pages, and how many positions they already hold. Work of the
         slot's earlier tenant is in flight at most on the stream of steps."""
         sequences = self.sequences(np.array([slot]))
-        for sequence, own in zip(sequences.tolist(), pages, strict=True):
+        for sequence, own in zip(sequences.tolist(), [*pages, []], strict=False):
             self.table.set_pages(sequence, own)
-        self.kv_lens[sequences] = skips
+        self.kv_lens[sequences] = 0
+        self.kv_lens[sequences[: len(skips)]] = skips
+        self.table.opens_at[slot] = NEVER
         self.prompts[slot] = prompt.lanes
         foreign = self.arena.hand_over([page for own in pages for page in own], self.family)
         for tensor in prompt.tensors():
@@ -129,6 +131,18 @@ class Runner:
             return ()
 
         self.streams.lm.run(move_in)
+
+    def open_lane(self, slot: int, lane: Lane, pages: Sequence[int], skip: int) -> None:
+        """Give a slot its second lane, which joins once the first one is as long. skip: positions that its
+        pages hold."""
+        self.set_pages(slot, 1, pages)
+        self.kv_lens[self.table.sequence(slot, 1)] = skip
+        self.table.opens_at[slot] = len(lane.inputs)
+        self.prompts[slot] = (self.prompts[slot][0], lane)
+
+    def length_at(self, slot: int, step: int) -> int:
+        """Return how many inputs a slot's first lane has read before a step."""
+        return len(self.prompts[slot][0].inputs) - 1 + step
 
     def fill_past(self, prompt: Prompt, first: int, pages: Sequence[int]) -> None:
         """Write the chunks of the past that a prompt brings along, from a first one on, to their pages."""
@@ -246,17 +260,25 @@ class Runner:
         self._observe("prefill", len(chunks), began_s)
 
     def step(self, slots: np.ndarray) -> AsyncCopy:
-        """Make one frame for each of `slots` [B]. The report is [B, 4], as of `Family.step`.
+        """Make one frame for each of `slots` [B]. The report is [B, 4 or 5], as of `Family.step`.
         The host's work is vectors of B."""
-        self.kv_lens[self.sequences(slots)] += 1
+        opened = self._opened(slots)
+        own = (
+            self.sequences(slots) if opened is None else np.concatenate((slots, self._second(slots[opened])))
+        )
+        self.kv_lens[own] += 1
         self.kv_lens[self.table.spares] = 1
-        padded = np.full(self.sizes.step_rows(len(slots)), self.state.spare, INT)
-        padded[: len(slots)] = slots
-        arrive = self.staging.step(padded)
+        rows = padded(slots, self.sizes.step_rows(len(slots)), self.state.spare)
+        key: tuple[str, int] | tuple[str, int, int] = ("step", len(rows))
+        if opened is not None:
+            num_open = next(n for n in self.sizes.open_rows(len(rows)) if n >= len(opened))
+            opened = padded(opened, num_open, -1)
+            key = (*key, num_open)
+        arrive = self.staging.step(rows, opened)
 
         def work() -> tuple[Tensor]:
             launch = partial(self.lowered.step, self.staging.batch(arrive()))
-            (report,) = self.lowered.step_graphs.run(("step", len(padded)), launch)
+            (report,) = self.lowered.step_graphs.run(key, launch)
             return (report[: len(slots)],)
 
         began_s = self.timer()

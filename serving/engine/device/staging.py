@@ -56,6 +56,12 @@ class Sizes:
             return self.num_slots
         return next(n for n in self.buckets if n >= count) if self.is_recorded else count
 
+    def open_rows(self, rows: int) -> list[int]:
+        """Return how many open second lanes a step of so many slots may have."""
+        if self.is_reproducible:
+            return [rows]
+        return [0, *(n for n in self.buckets if n <= rows)] if self.is_recorded else list(range(rows + 1))
+
     def render_buckets(self, frames: int) -> list[int]:
         """Return the sizes of recorded renders of windows of `frames` frames."""
         most = recorded_rows(self.family, frames, self.num_slots)
@@ -97,7 +103,7 @@ class Staging:
         num_rows = table.num_sequences + WARM_SLOTS * len(table.lanes)
         self.no_audio = torch.zeros(num_rows, dtype=torch.bool, device=device)
         numbers = table.num_sequences * (4 + table.max_pages) + sizes.num_slots + 1
-        self.step_inputs = LaunchInputs(device, numbers, 6)
+        self.step_inputs = LaunchInputs(device, numbers + 2 * sizes.num_slots, 8)
         self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
         width = 0 if past is None else past.shape[1]
         self.render_inputs = LaunchInputs(device, (4 + width) * sizes.num_slots, 5)
@@ -107,13 +113,22 @@ class Staging:
         """Columns of the page table that a launch gets: all where it is recorded."""
         return self.table.max_pages if self.sizes.is_recorded else None
 
-    def step(self, slots: np.ndarray) -> Arrive:
-        """slots [B], padded."""
+    def step(self, slots: np.ndarray, opened: np.ndarray | None = None) -> Arrive:
+        """slots [B], padded. opened [G], padded: where second lanes open late, the places in `slots` of those
+        that are open, -1 for padding."""
         sequences = self.table.sequences(slots)
+        more: dict[str, np.ndarray] = {"slots": slots}
+        if opened is not None:
+            second = np.arange(len(slots), dtype=INT)
+            is_open = opened >= 0
+            second[opened[is_open]] = len(slots) + np.flatnonzero(is_open)
+            more |= {"opened": padded(opened.clip(min=0), len(opened), 0), "second": second}
+            rows = np.where(is_open, slots[opened], self.sizes.num_slots)
+            sequences = np.concatenate((slots, self.table.num_rows + rows))
         positions = self.table.kv_lens[sequences] - 1
         starts = np.arange(len(sequences) + 1, dtype=INT)
         fields = self.table.fields(sequences, sequences, positions, starts, self.width)
-        return self.step_inputs.stage({"slots": slots} | fields)
+        return self.step_inputs.stage(more | fields)
 
     def prefill(
         self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray

@@ -54,13 +54,26 @@ def warm_step(runner: Runner, entry: Entry | None = None) -> None:
     """On a CPU one graph serves every size; on a GPU every size is recorded, the largest first."""
     runner.kv_lens[runner.table.spares] = 1
     for size in sorted(runner.sizes.buckets, reverse=True) if runner.is_recorded else [WARM_SLOTS]:
-        batch = runner.staging.batch(runner.staging.step(spare_slots(runner, size))())
-        if runner.lowered.how[0] == Whole():
-            mark_sizes(batch, tokens="sequences")
-            any_size(runner.state.tensors().values(), 0, "slots")
-            if entry is not None and not runner.is_recorded:
-                runner.lowered.take_step(entry, batch)
-        runner.lowered.step_graphs.record(("step", size), partial(runner.lowered.step, batch))
+        for key, batch in step_batches(runner, size):
+            if runner.lowered.how[0] == Whole():
+                mark_sizes(batch, tokens="sequences")
+                any_size(runner.state.tensors().values(), 0, "slots")
+                if entry is not None and not runner.is_recorded:
+                    runner.lowered.take_step(entry, batch)
+            runner.lowered.step_graphs.record(key, partial(runner.lowered.step, batch))
+
+
+def step_batches(runner: Runner, size: int) -> Iterator[tuple[tuple[object, ...], Batch]]:
+    """Yield the key and the inputs of a step of `size` spare slots; where second lanes open late, of each
+    number of them that is recorded."""
+    if not runner.family.spec.opens_late:
+        yield ("step", size), runner.staging.batch(runner.staging.step(spare_slots(runner, size))())
+        return
+    sizes = runner.sizes.open_rows(size) if runner.is_recorded else [size]
+    for num_open in reversed(sizes):
+        opened = np.arange(num_open, dtype=INT)
+        batch = runner.staging.batch(runner.staging.step(spare_slots(runner, size), opened)())
+        yield ("step", size, num_open), batch
 
 
 def warm_prefill(runner: Runner) -> None:
@@ -134,8 +147,9 @@ class LaunchTimes:
         with runner.streams.lm.here(), torch.inference_mode():
             runner.kv_lens[table.spares] = min(TIMED_POSITIONS, table.max_pages * table.page_tokens)
             rows = spare_slots(runner, runner.sizes.step_rows(slots))
-            step = partial(runner.lowered.step, runner.staging.batch(runner.staging.step(rows)()))
-            return self._timed(runner.lowered.step_graphs, ("step", len(rows)), step)
+            # with all second lanes, where they open late
+            key, batch = next(step_batches(runner, len(rows)))
+            return self._timed(runner.lowered.step_graphs, key, partial(runner.lowered.step, batch))
 
     def prefill_s(self, tokens: int) -> float:
         runner = self.runner
@@ -211,6 +225,9 @@ def mark_sizes(batch: Batch, tokens: str) -> None:
         return
     any_size((batch.slots,), 0, "batch")
     any_size((batch.kv_lens, batch.page_table), 0, "sequences")
+    if batch.opened is not None and batch.second is not None:
+        any_size((batch.opened,), 0, "opened")
+        any_size((batch.second,), 0, "batch")
     any_size((batch.cu_seqlens,), 0, "edges")
     if not is_recorded:
         any_size((batch.page_table,), 1, "pages")

@@ -13,7 +13,7 @@ from serving.engine.device.arena import paged_past
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.past_pages import PastPages
-from zoo.contract import Prompt
+from zoo.contract import NEVER, Prompt
 
 _salts = itertools.count(1, 2)  # one per loaded model: equal keys under other weights are other pages
 
@@ -36,15 +36,17 @@ class SlotPages:
 
     def num_needed(self, prompt: Prompt, frames: int | None = None) -> list[int]:
         """Return the pages for so many frames; None: the most that a request can ever need."""
-        tokens = self.runner.page_tokens
+        tokens, num_lanes = self.runner.page_tokens, self.runner.family.spec.lanes
         most = [-(-positions // tokens) for positions in prompt.max_positions]
+        closed = [0] * (num_lanes - len(most))
         past = self._past_needed(prompt, prompt.max_frames if frames is None else frames)
         if frames is None:
-            return most + past
+            return most + closed + past
         per_frame = self.runner.family.spec.steps_per_frame
         steps = frames * per_frame + max(prompt.max_steps - prompt.max_frames * per_frame, 0)
-        lanes = zip(prompt.lanes, most, strict=True)
-        return [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes] + past
+        lanes = zip(prompt.lanes, most, strict=False)  # a lane that is not open needs none yet
+        needed = [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes]
+        return needed + [0] * (num_lanes - len(needed)) + past
 
     def _past_needed(self, prompt: Prompt, frames: int) -> list[int]:
         return [] if self.past is None else [self.past.num_needed(prompt, frames)]
@@ -56,6 +58,8 @@ class SlotPages:
             self.pages.match(self.salt, lane.prefix_keys, self.runner.page_tokens, self.chunk_pages)
             for lane in job.prompt.lanes
         ]
+        num_lanes = self.runner.family.spec.lanes
+        shared += [[] for _ in range(num_lanes - len(shared))]
         if self.past is not None:
             shared.append(self.past.match(job.prompt))
         num_shared = sum(map(len, shared))
@@ -70,11 +74,30 @@ class SlotPages:
             pages + list(itertools.islice(dealt, count - len(pages)))
             for pages, count in zip(shared, needed, strict=True)
         ]
-        num_lanes = len(job.prompt.lanes)
         job.pages.lanes = held[:num_lanes]
         job.pages.past = list(itertools.chain(*held[num_lanes:]))
         job.pages.num_past = sum(map(len, shared[num_lanes:]))
-        return [len(pages) * self.runner.page_tokens for pages in shared[:num_lanes]]
+        return [len(pages) * self.runner.page_tokens for pages in shared[: len(job.prompt.lanes)]]
+
+    def open_lane(self, job: Job, length: int) -> int | None:
+        """Give a job the pages of its second lane, behind `length` inputs that all requests share. Return how
+        many positions shared pages already hold, or None if there are too few pages."""
+        lane, tokens = self.runner.family.second_lane(length), self.runner.page_tokens
+        shared = self.pages.match(self.salt, lane.prefix_keys, tokens, self.chunk_pages)
+        own = job.pages.lanes[1]
+        kept = own[len(shared) :]
+        lacking = max(-(-(length + 1) // tokens) - len(shared) - len(kept), 0)
+        fresh = self.pages.take(lacking)
+        if fresh is None:
+            self.pages.give_back(shared)
+            self.pages.shared -= len(shared)
+            return None
+        self.pages.give_back(own[: len(shared)])
+        job.prompt.null = lane
+        job.pages.lanes[1] = shared + kept + fresh
+        self.runner.open_lane(job.slot, lane, job.pages.lanes[1], len(shared) * tokens)
+        self.count(job)
+        return len(shared) * tokens
 
     def open_past(self, job: Job) -> None:
         """Write a job's past to those of its pages that do not hold it."""
@@ -93,7 +116,7 @@ class SlotPages:
         if not slots.size:
             return []
         sequences = self.runner.sequences(slots)
-        is_full = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
+        is_full = (self.runner.kv_lens >= self.room)[sequences] & self._is_live(slots)  # [L * B]
         is_short = is_full.reshape(-1, len(slots)).any(0)  # [B]
         if self.past is not None:
             is_short |= frames > self.past.room[slots]
@@ -103,7 +126,8 @@ class SlotPages:
         """Give each lane that needs one a page more, and the past as many as so many frames need. Return
         whether there were enough."""
         [sequences] = self._sequences(job).reshape(-1, len(job.pages.lanes))
-        lanes = np.flatnonzero(self.runner.kv_lens[sequences] >= self.room[sequences]).tolist()
+        is_full = (self.runner.kv_lens >= self.room)[sequences] & self._is_live(np.array([job.slot]))
+        lanes = np.flatnonzero(is_full).tolist()
         num_past = max(sum(self._past_needed(job.prompt, frames)) - len(job.pages.past), 0)
         fresh = self.pages.take(len(lanes) + num_past)
         if fresh is None:
@@ -125,7 +149,12 @@ class SlotPages:
         """Return the pages of a paused job, for its prompt, its positions and its next step, after which it
         has so many frames at most."""
         prompt = [len(lane.inputs) for lane in job.prompt.lanes]
-        positions = np.maximum(self.runner.kv_lens[self._sequences(job)] + 1, prompt)
+        if job.opens_lane_at is not None:
+            prompt.append(job.opens_lane_at + 1)
+        positions = np.zeros(len(job.pages.lanes), np.int64)
+        positions[: len(prompt)] = prompt
+        live = self._is_live(np.array([job.slot]))
+        positions = np.maximum(positions, (self.runner.kv_lens[self._sequences(job)] + 1) * live)
         past = self._past_needed(job.prompt, frames)
         return (-(-positions // self.runner.page_tokens)).tolist() + [
             max(n, job.pages.num_past) for n in past
@@ -183,6 +212,13 @@ class SlotPages:
         for pages in job.pages.lanes:
             self.pages.give_back(pages)
         return partial(self.pages.give_back, job.pages.past)
+
+    def _is_live(self, slots: np.ndarray) -> np.ndarray:
+        """Return which lanes of the slots hold positions, [L * B] in blocks of B. Only one that opens late
+        may not."""
+        if not self.runner.family.spec.opens_late:
+            return np.ones(len(slots) * self.runner.family.spec.lanes, bool)
+        return np.concatenate((np.ones(len(slots), bool), self.runner.table.opens_at[slots] < NEVER))
 
     def _sequences(self, job: Job) -> np.ndarray:
         return self.runner.sequences(np.array([job.slot]))

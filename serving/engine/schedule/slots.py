@@ -29,6 +29,13 @@ class PromptRows:
         """Positions that are not filled. [S]"""
         return (self.num_tokens - self.num_prefilled).sum(1)
 
+    @property
+    def is_first_filled(self) -> np.ndarray:
+        """Which slots' first lanes are filled, while another one is not. [S]"""
+        is_queued = np.zeros(len(self.num_tokens), bool)
+        is_queued[list(self.queue)] = True
+        return is_queued & (self.num_prefilled[:, 0] == self.num_tokens[:, 0])
+
 
 class TapeRows:
     """Frames of each slot. They pass three counters: ready (on the tape, reported), rendered (handed to a
@@ -115,6 +122,7 @@ class Slots:
         self.is_occupied = np.zeros(num_slots, bool)
         self.is_decoding = np.zeros(num_slots, bool)
         self.lacks_pages = np.zeros(num_slots, bool)
+        self.lacks_lane = np.zeros(num_slots, bool)  # pages of a second lane that is to open
         self.steps_left = np.full(num_slots, UNBOUNDED)
         self.prompt = PromptRows(num_slots, lanes)
         self.tape = TapeRows(num_slots)
@@ -130,15 +138,24 @@ class Slots:
         self.is_occupied[slot] = True
         self.listener.num_skipped[slot] = 0
         self.is_decoding[slot] = (start == stop).all()
-        self.lacks_pages[slot] = False
+        self.lacks_pages[slot] = self.lacks_lane[slot] = False
         self.prompt.num_tokens[slot] = stop
         self.prompt.num_prefilled[slot] = start
         if not self.is_decoding[slot]:
             self.prompt.queue[slot] = iteration
 
+    def open_lane(self, slot: int, lane: int, tokens: int, skip: int, iteration: int) -> None:
+        """As `begin_pass`, for another lane of a slot that decodes."""
+        assert 0 <= skip <= tokens, f"{skip} of {tokens} positions skipped"
+        self.prompt.num_tokens[slot, lane] = tokens
+        self.prompt.num_prefilled[slot, lane] = skip
+        if skip < tokens:
+            self.is_decoding[slot] = False
+            self.prompt.queue[slot] = iteration
+
     def close(self, slot: int) -> None:
         assert self.is_occupied[slot], f"slot {slot} is closed, but it is not in use"
-        for fact in (self.is_occupied, self.is_decoding, self.lacks_pages):
+        for fact in (self.is_occupied, self.is_decoding, self.lacks_pages, self.lacks_lane):
             fact[slot] = False
         self.prompt.queue.pop(slot, None)
         self.tape.close(slot)
@@ -168,4 +185,6 @@ class Slots:
 
     def stepping(self, is_flexible_time: bool) -> np.ndarray:
         """Return the slots that take a step now, ascending. [B]"""
-        return np.flatnonzero(self.is_decoding & ~self.lacks_pages & self.may_step(is_flexible_time))
+        return np.flatnonzero(
+            self.is_decoding & ~self.lacks_pages & ~self.lacks_lane & self.may_step(is_flexible_time)
+        )

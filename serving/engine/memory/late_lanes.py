@@ -1,0 +1,49 @@
+"""Second lanes that open while their slot runs (`Spec.opens_late`).
+
+    report names a step ──open──> pages ──prefill──> the second lane takes its first step there
+                                   │ none are free
+                                   └──> the slot takes no step, until paging has found some (`try_again`)
+
+The positions of a second lane before its first step are the same for all requests, so nearly all of its pages
+are shared: a slot computes the last ones alone, and those of a text that is longer than any before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from serving.engine.job import Job
+from serving.engine.memory.slot_pages import SlotPages
+from serving.engine.schedule.scheduler import Scheduler
+from zoo.contract import NEVER
+
+
+class LateLanes:
+    def __init__(self, pages: SlotPages, scheduler: Scheduler):
+        self.pages = pages
+        self.scheduler = scheduler
+
+    def open(self, job: Job, step: int) -> None:
+        """Open a job's second lane, which takes its first step at `step`. Reports say so until the job ends."""
+        runner = self.pages.runner
+        if runner.table.opens_at[job.slot] < NEVER or job.opens_lane_at is not None:
+            return
+        job.opens_lane_at = runner.length_at(job.slot, step)
+        if job.pages.saved is None:
+            self.try_again(job)
+
+    def try_again(self, job: Job) -> bool:
+        """Return whether there were pages for a second lane that is to open."""
+        assert job.opens_lane_at is not None, f"{job.id} opens no lane"
+        skip = self.pages.open_lane(job, job.opens_lane_at)
+        slots = self.scheduler.slots
+        slots.lacks_lane[job.slot] = skip is None
+        if skip is None:
+            return False
+        slots.open_lane(job.slot, 1, job.opens_lane_at, skip, self.scheduler.iteration)
+        job.opens_lane_at = None
+        return True
+
+    def short(self, jobs: Iterable[Job]) -> list[Job]:
+        """Return the jobs that wait for pages of their second lane, and hold those of the first one."""
+        return [job for job in jobs if job.opens_lane_at is not None and job.pages.saved is None]
