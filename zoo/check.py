@@ -11,6 +11,8 @@ from typing import Any
 from zoo.contract.spec import Spec
 from zoo.request import BLANK, SAMPLING, SOUND_ONLY, Reference, Request, RequestError, Share, is_mix, parts_of
 
+OF_CLIP = ("transcript", "continuation")  # outputs that are made of a clip alone
+
 
 def check(request: Request, spec: Spec) -> dict[str, Any]:
     """Return the value of each of the model's options: the request's, or else the default.
@@ -19,9 +21,9 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     """
     name = spec.name or f"{spec.family} {spec.variant}"
     _check_output(request, spec, name)
-    is_spoken, is_transcript = request.output == "speech", request.output == "transcript"
+    is_spoken, is_of_clip = request.output == "speech", request.output in OF_CLIP
     is_turn = spec.answers and bool(request.turns) and request.turns[-1].role in ("user", "tool")
-    if not request.text.strip(BLANK) and not (is_turn or is_transcript):
+    if not request.text.strip(BLANK) and not (is_turn or is_of_clip):
         raise RequestError("text", "text is empty")
     if request.normalize and spec.answers:
         raise RequestError("normalize", f"{name} answers a text instead of speaking it: leave out normalize")
@@ -32,7 +34,7 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     _check_instructions(request, spec, name)
     if is_spoken and not is_mixed:
         _check_references(request, spec, name)
-    if request.turns and not (spec.listens or is_transcript):
+    if request.turns and not (spec.listens or is_of_clip):
         raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
         raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
@@ -51,11 +53,12 @@ def _check_output(request: Request, spec: Spec, name: str) -> None:
     if request.output not in spec.outputs:
         possible = _listed(spec.outputs)
         raise RequestError("output", f"{name} cannot give {request.output!r}; possible: {possible}")
-    if request.output != "transcript":
+    if request.output not in OF_CLIP:
         return
     turns = request.turns
-    if len(turns) != 1 or turns[0].clip is None or turns[0].text or request.text:
-        raise RequestError("turns", "a transcript is of one turn with a clip, and nothing else")
+    is_clip = len(turns) == 1 and turns[0].clip is not None and not turns[0].text
+    if request.text or not (is_clip or (request.output == "continuation" and not turns)):
+        raise RequestError("turns", f"a {request.output} is of one turn with a clip, and nothing else")
 
 
 def shares(request: Request, spec: Spec) -> tuple[Share, ...]:

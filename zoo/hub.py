@@ -41,6 +41,16 @@ def codec_directory(directory: Path, folder: str, repository: str, model: str) -
         raise ValueError(f"the codec of {model}, {repository}, is missing: {here} ({error})") from None
 
 
+def cached_directory(repository: str) -> Path | None:
+    """Return the Hub's copy of a repository if it was downloaded before, else None. Nothing is fetched."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, OSError):
+        return None
+
+
 def split_adapter(model: str | Path) -> tuple[str, Path | None]:
     """Split MODEL or MODEL+ADAPTER into model and adapter, a directory or None. Raises ValueError."""
     base, plus, adapter = str(model).rpartition("+")

@@ -213,8 +213,8 @@ class Request:
     split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
     normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
     stop: strings before which an answer ends, for models that answer.
-    output: "speech"; "text", an answer in text without audio; or "transcript", the words of the clip in the
-    only turn. `Spec.outputs` lists those of a model.
+    output: "speech"; "text", an answer in text without audio; "transcript", the words of the clip in the only
+    turn; or "continuation", audio that goes on where that clip ends. `Spec.outputs` lists those of a model.
     """
 
     text: str

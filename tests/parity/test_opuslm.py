@@ -19,20 +19,31 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
+from zoo.checkpoint.joblib_files import read_array
 from zoo.checkpoint.loading import published, weight_normed
 from zoo.contract import Said
 from zoo.loop import speak_pass
 from zoo.nn.sampling import keep_likely
-from zoo.opuslm import build, demo, weights
+from zoo.opuslm import build, demo, demo_xeus, weights, xeus
 from zoo.opuslm.config import CodecConfig, Config
+from zoo.opuslm.encoder import Encoder, nearest, quantized
+from zoo.opuslm.listener import CENTERS, WEIGHTS
 from zoo.opuslm.model import OpusLM
 from zoo.opuslm.prompt import TEMPERATURE, TOP_K
-from zoo.request import Request
+from zoo.opuslm.xeus import Xeus, XeusConfig
+from zoo.request import AudioClip, Reference, Request, Turn
 
 HERE = Path(__file__).parent / "opuslm"
 MANIFESTS = HERE.parent.parent / "manifests"
 FACTS = json.loads((HERE / "checkpoint.json").read_text())
-CASES = [(size, name) for size, cases in FACTS["cases"].items() for name in cases]
+MODES = [
+    (size, name, case.get("output", "reply" if "turns" in case else "speech"))
+    for size, cases in FACTS["cases"].items()
+    for name, case in cases.items()
+]
+CASES = [(size, name) for size, name, mode in MODES if mode == "speech"]
+OTHERS = [(size, name) for size, name, mode in MODES if mode != "speech"]
+SPOKEN_SIZES = ("tiny", "tiny_smollm")
 CLOSE: dict[str, float] = {"rtol": 0, "atol": 1e-5}
 STRIDE = 11
 
@@ -54,34 +65,50 @@ def family(size: str) -> OpusLM:
     [("full", "opuslm", 7_409_405_952), ("full_smollm", "opuslm_smollm", 1_867_433_984)],
 )
 def test_the_full_sizes_have_the_tensors_of_the_reference(size, name, values):
-    """356 tensors with 7,409,405,952 values, 220 with 1,867,433,984, and 171 of the codec that are read."""
-    model, body, codec = demo.CONFIGS[size]()
+    """356 tensors with 7,409,405,952 values, 220 with 1,867,433,984, those of the codec, and those of XEUS."""
+    model, body, codec, xeus_values = demo.CONFIGS[size]()
     config, codec_config = Config.read(model, body), CodecConfig.read(codec, "codec")
     backbone, decoder = build(config, codec_config)
     shapes = weights.shapes(config, published(backbone, weights.lm(config)))
     rows = sorted(f"{theirs}|BF16|{'x'.join(map(str, shape))}" for theirs, shape in shapes.items())
     assert rows == (MANIFESTS / f"{name}.txt").read_text().splitlines()
     assert sum(map(math.prod, shapes.values())) == values
-    shapes = weight_normed(published(decoder, weights.codec(codec_config)), weights.is_normed)
+    with torch.device("meta"):
+        encoder, network = Encoder(codec_config), Xeus(XeusConfig.read(xeus_values, "xeus"))
+    shapes = published(decoder, weights.codec(codec_config)) | published(encoder, weights.encoder(codec_config))
+    shapes = weight_normed(shapes, weights.is_normed)
     ours = {f"{demo.renamed(theirs)}|F32|{'x'.join(map(str, shape))}" for theirs, shape in shapes.items()}
     theirs = set((MANIFESTS / "opuslm_codec.txt").read_text().splitlines())
     assert ours <= theirs
     assert {row.partition("|")[0].rpartition(".")[2] for row in theirs - ours} == set(weights.CODEBOOK_LEAVES)
+    shapes = published(network, xeus.names(network))
+    direction = shapes.pop(xeus.EMBED)
+    shapes |= {f"{xeus.EMBED}_g": (1, 1, direction[2]), f"{xeus.EMBED}_v": direction}
+    rows = sorted(
+        f"{demo_xeus.newer(theirs)}|F32|{'x'.join(map(str, shape))}" for theirs, shape in shapes.items()
+    )
+    assert rows == (MANIFESTS / "opuslm_xeus.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize("size", FACTS["sha256"])
 def test_the_demo_is_the_checkpoint_of_the_reference(size):
     digest = hashlib.sha256()
-    for file in ("model.pth", f"codec/{demo.MODEL_FILE}"):
+    for file in ("model.pth", f"codec/{demo.MODEL_FILE}", f"xeus/{WEIGHTS[1]}"):
         for name, value in sorted(torch.load(directory("opuslm", size) / file, weights_only=True).items()):
             digest.update(name.encode() + value.numpy().tobytes())
     assert digest.hexdigest() == FACTS["sha256"][size]
 
 
+def clip(samples: int | None = None) -> AudioClip:
+    return AudioClip(found("hearing")["clip"][:samples].numpy(), 16_000)
+
+
 def spoken(ours: OpusLM, case: dict[str, Any], long: Tensor) -> tuple[Tensor, Any]:
     """Return the rows of the prompt [T, 9], and the greedy speech."""
     voice = case.get("voice")
-    request = Request(text=case["text"], temperature=0.0, max_frames=case["max_frames"])
+    if voice == "clip":
+        request = Request(text=case["text"], temperature=0.0, max_frames=10, references=(Reference(clip()),))
+        return ours.writer(request).rows, zoo.generate(ours, request)
     if voice != "long":
         request = Request(
             text=case["text"], temperature=0.0, max_frames=case["max_frames"], voice=voice or "default"
@@ -101,8 +128,8 @@ def test_greedy_requests_equal_the_reference(size, name, monkeypatch):
     }
     case, ours, seen = FACTS["cases"][size][name], family(size), []
 
-    def scores(h: Tensor) -> Tensor:
-        seen.append(real(h)[0].clone())
+    def scores(h: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(real(h)[0][0].clone())
         return real(h)
 
     real = ours.backbone.scores
@@ -131,7 +158,82 @@ def in_order(ours: OpusLM, scores: Tensor) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("size", FACTS["cases"])
+def asked(case: dict[str, Any]) -> Request:
+    """Return the request of a case that is no speech of a text."""
+    output, frames = case.get("output", "speech"), case.get("frames")
+    options = {name: case[name] for name in ("max_tokens",) if name in case}
+    common = {"output": output, "options": options, "max_frames": case.get("max_frames"), "temperature": 0.0}
+    if "turns" in case:
+        turns = tuple(Turn(role, text, clip() if has_clip else None) for role, text, has_clip in case["turns"])
+        return Request(text="", turns=turns, voice=case.get("voice", "default"), **common)
+    if output == "text":
+        return Request(text=case["text"], **common)
+    # the least clip is longer than three frames
+    turns = () if frames == 0 else (Turn("user", clip=clip()),)
+    return Request(text="", turns=turns, **common)
+
+
+@pytest.mark.parametrize(("size", "name"), OTHERS)
+def test_words_continuations_and_dialogues_equal_the_reference(size, name, monkeypatch):
+    """The prompt's ids, every token of text, every code, the ends, and the samples."""
+    case, ours, written = FACTS["cases"][size][name], family(size), []
+    theirs = {key.partition(".")[2]: value for key, value in found(size).items() if key.startswith(f"{name}.")}
+
+    def detokenize(token: int) -> bytes:
+        written.append(token)
+        return real(token)
+
+    real = ours.detokenize
+    monkeypatch.setattr(ours, "detokenize", detokenize)
+    request = asked(case)
+    if case.get("frames"):
+        hear = ours.writer.ear
+        monkeypatch.setattr(ours.writer, "ear", lambda *asked: hear(*asked)[: case["frames"]])
+    assert ours.writer(request).rows.tolist() == theirs["rows"].tolist()
+    answer = zoo.generate(ours, request)
+    assert written == theirs.get("words", torch.zeros(0)).tolist()
+    if "codes" in theirs:
+        assert answer.frames.tolist() == theirs["codes"].tolist()
+        torch.testing.assert_close(answer.samples[::STRIDE], theirs["samples"], **CLOSE)
+    else:
+        assert len(answer.frames) == 0
+
+
+def test_text_ends_by_itself_before_at_and_behind_its_limit():
+    """Otherwise the fixtures would not show the ends."""
+    cases = FACTS["cases"]["tiny_dialogue"]
+    lengths = {name: len(found("tiny_dialogue")[f"{name}.words"]) for name in cases}
+    ended = lengths["ended_text"]
+    assert lengths["ended"] == lengths["ended_at_limit"] == ended < cases["ended"]["max_tokens"]
+    assert lengths["ended_behind"] == ended - 1 and lengths["written"] == cases["written"]["max_tokens"]
+
+
+@pytest.mark.parametrize("samples", [400, 3200, 3201, 3520, 11_111])
+def test_the_encoders_equal_the_reference(samples):
+    """The vectors of XEUS and of the codec's encoder, and the codes that they become."""
+    ours, theirs = family("tiny"), found("hearing")
+    part = theirs["clip"][:samples]
+    assert ours.encoders is not None
+    with torch.inference_mode():
+        clusters = ours.encoders.xeus(part)
+        vectors = ours.encoders.encoder(part)
+        codes = quantized(vectors, ours.codec.tables)
+        stream = nearest(clusters, ours.encoders.centers)
+    torch.testing.assert_close(clusters[:, :6], theirs[f"{samples}.xeus"], rtol=0, atol=2e-5)  # up to 4
+    torch.testing.assert_close(vectors[:, :4], theirs[f"{samples}.encoder"], rtol=0, atol=2e-5)
+    expected = theirs[f"{samples}.codes"].long()
+    num = min(len(stream), len(codes))
+    assert torch.cat((stream[:num, None], codes[:num]), 1).tolist() == expected.tolist()
+    if samples >= 3200:
+        assert ours.writer.ear(clip(samples)).tolist() == expected.tolist()
+
+
+def test_a_clustering_of_scikit_learn_is_read():
+    centers = read_array(HERE / "clusters.mdl", CENTERS)
+    assert centers.tolist() == found("clusters")["centers"].tolist()
+
+
+@pytest.mark.parametrize("size", SPOKEN_SIZES)
 def test_the_probabilities_equal_the_reference(size):
     """The reference takes the likeliest ids before it divides by the temperature, in the same order."""
     ours, expected = family(size), found(size)["probabilities"]

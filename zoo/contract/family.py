@@ -167,7 +167,7 @@ class Family(nn.Module, ABC, Generic[S]):
         prompt: Prompt | None = next(passes)
         assert prompt is not None, "a text has no pass"
         prompt.silence_before = piece.before
-        if prompt.is_final and not (request.is_open or self.spec.answers):
+        if prompt.is_final and is_spoken(request, self.spec) and not request.is_open:
             prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
         while prompt is not None:
             prompt.silence_after = piece.after if prompt.is_final else 0
@@ -232,6 +232,11 @@ def replace_audio(batch: Batch, is_audio: Tensor) -> Batch:
     )
 
 
+def is_spoken(request: Request, spec: Spec) -> bool:
+    """Return whether the request's text is what is spoken."""
+    return request.output == "speech" and not spec.answers
+
+
 class Piece(NamedTuple):
     """What one pass speaks, and the samples of silence around it."""
 
@@ -253,7 +258,7 @@ def understood(request: Request, spec: Spec) -> Request:
 def paced_pieces(request: Request, spec: Spec) -> list[Piece]:
     """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a
     text that has nothing to speak, and for pauses that cannot be made."""
-    if request.is_open or spec.answers or not request.text.strip(BLANK):
+    if request.is_open or not is_spoken(request, spec) or not request.text.strip(BLANK):
         return [Piece(text) for text in pieces_of(request, spec)]
     if not MARK.search(request.text):
         if not HAS_WORD.search(request.text):
@@ -296,7 +301,7 @@ def pieces_of(request: Request, spec: Spec) -> list[str]:
         )
     if request.normalize:
         text = normalize(text, language)
-    is_alone = not (request.is_open or request.turns or request.conversation)
+    is_alone = is_spoken(request, spec) and not (request.is_open or request.turns or request.conversation)
     if spec.piece_s is None or not (request.split_text and is_alone):
         return [text]
     if spec.unsplit and re.search(spec.unsplit, text):

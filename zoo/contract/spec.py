@@ -132,7 +132,8 @@ class Spec:
     answers: bool = False
     # whether turns may hold tools and their results (`Turn.role`), which the model calls by its text
     takes_tools: bool = False
-    # what a request may ask for (`Request.output`): "speech", "text" (an answer without audio), "transcript"
+    # what a request may ask for (`Request.output`): "speech", "text" (an answer without audio), "transcript",
+    # "continuation" (of a clip)
     outputs: tuple[str, ...] = ("speech",)
     # whether a later turn can continue behind an answer's own tokens: `Family.answer_tokens`
     keeps_answers: bool = False

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from zoo.kernels.operator import operator
 from zoo.nn.snake import snake
-from zoo.opuslm.config import BOOKS, CodecConfig
+from zoo.opuslm.config import CodecConfig
+from zoo.opuslm.ids import BOOKS
 
 
 class Stretch:

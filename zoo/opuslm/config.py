@@ -1,11 +1,12 @@
 """The YAML files of the model and of its codec, and the backbone's config.json, as frozen dataclasses.
 
-A key that is missing or out of range is an error that names it; unknown keys are ignored. Ids are looked up
-by name in the checkpoint's own `token_list`, because releases of ESPnet number the tasks differently.
+A key that is missing or out of range is an error that names it; unknown keys are ignored. A converted checkpoint
+has a config.json instead of the model's YAML file and of the backbone's file.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from math import prod
@@ -13,21 +14,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zoo.checkpoint.config import MAX_WIDTH, POSITIONS, WIDTH, ConfigBlock
-from zoo.checkpoint.json_files import read_json
+from zoo.checkpoint.json_files import read_config, read_json
 from zoo.checkpoint.yaml_files import read_yaml
 from zoo.hub import codec_directory
 from zoo.nn.llama import LlamaConfig
+from zoo.opuslm.ids import BOOKS, STREAMS, YAML, Vocabulary
 
-YAML = "config.yaml"
+JSON = "config.json"  # of a converted checkpoint
 BACKBONE, CODEC = "backbone", "codec"  # folders
 REPOSITORY = "ftshijt/espnet_codec_dac_large_v1.4_360epoch"  # of the codec
 SAMPLE_RATE_HZ = 16_000
-BOOKS = 8  # codebooks of the codec
-STREAMS = 1 + BOOKS  # the first one holds the clusters of a self-supervised encoder (SSL)
 DELAY = STREAMS - 1  # steps from a frame's first id to its last
 HEAD_ROWS = 12  # of `head_emb`; one for each stream is used
-PAD = 0
 OLMO, LLAMA = "olmo2", "llama"
+MODELS = {"espnet": False, "dpo": True}  # `model` of config.yaml: whether it is OpusLM-Dialogue
+CONVERTED = {"opuslm": False, "opuslm_dialogue": True}  # `model_type` of config.json
+log = logging.getLogger(__name__)
 # The bodies of the published checkpoints: their repositories are named, and not copied, by the checkpoint.
 BODIES: dict[str, dict[str, Any]] = {
     "allenai/OLMo-2-1124-7B": {
@@ -53,73 +55,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # ESPnet's own, of keys that a file may lack
 DEFAULTS = {"model": "espnet", "cleaner": None, "audio_modality": "codec_ssl", "pad_speaker_prompt": True}
-NAMES = {
-    "end": "<sos/eos>",
-    "plain": "<codec_ssl_plain_tts_task>",
-    "cloned": "<codec_ssl_tts_task>",
-    "text": "<text_bpe_start/end>",
-    "voice": "<spk_start/end>",
-    "audio": "<codec_ssl_start/end>",
-}
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The vocabulary that all streams share: ids of special tokens, and the first ids of clusters, codes and words."""
-
-    size: int
-    end: int
-    plain: int  # the task: speech without a voice prompt
-    cloned: int  # the task: speech behind a voice prompt
-    text: int
-    voice: int
-    audio: int
-    ssl: int
-    num_clusters: int
-    codec: int
-    num_codes: int  # of one codebook
-    words: tuple[str, ...]
-    first_word: int
-
-    @classmethod
-    def read(cls, root: ConfigBlock) -> Vocabulary:
-        """Raises ValueError."""
-        tokens = root.get("token_list")
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-            raise ValueError(f"{root.file}: token_list is not a list of strings")
-        ids = {token: i for i, token in enumerate(tokens)}
-        if tokens[:2] != ["<pad>", "<unk>"]:
-            raise ValueError(f"{root.file}: token_list does not begin with <pad> and <unk>")
-        if missing := [name for name in NAMES.values() if name not in ids]:
-            raise ValueError(f"{root.file}: token_list lacks {', '.join(missing)}")
-        bias = root.block("token_bias")
-        names = ("ssl", "codec", "text_bpe")
-        (ssl, ssl_end), (codec, codec_end), (first_word, last_word) = (
-            _range(bias, name, len(tokens)) for name in names
-        )
-        if codec != ssl_end or (codec_end - codec) % BOOKS:
-            raise bias.refuse(
-                "codec", f"the ids behind ssl, in {BOOKS} codebooks of equal size, are possible"
-            )
-        special = {key: ids[name] for key, name in NAMES.items()}
-        return cls(
-            len(tokens),
-            **special,
-            ssl=ssl,
-            num_clusters=ssl_end - ssl,
-            codec=codec,
-            num_codes=(codec_end - codec) // BOOKS,
-            words=tuple(tokens[first_word:last_word]),
-            first_word=first_word,
-        )
-
-
-def _range(bias: ConfigBlock, name: str, size: int) -> tuple[int, int]:
-    """Return the first id of a modality and the id behind its last one."""
-    first, end = bias.integers(name, 2, size, (2, 2))
-    if end <= first:
-        raise bias.refuse(name, "a first id and a larger end are possible")
-    return first, end
 
 
 @dataclass(frozen=True)
@@ -130,6 +65,8 @@ class Config:
     voice_frames: int  # the most frames of a voice prompt
     pads_voices: bool  # whether shorter voice prompts are padded
     max_positions: int
+    is_dialogue: bool  # whether it is OpusLM-Dialogue
+    is_converted: bool = False  # whether names and config are those of a converter of vLLM's
 
     @classmethod
     def read(cls, values: dict[str, Any], backbone: dict[str, Any] | None) -> Config:
@@ -148,15 +85,39 @@ class Config:
             root.integer("speaker_prompt_length", 1, 4096),
             root.flag("pad_speaker_prompt"),
             transformer.integer("n_ctx", *POSITIONS),
+            is_dialogue=MODELS[root.values["model"]],
+        )
+
+    @classmethod
+    def of_converted(cls, values: dict[str, Any]) -> Config:
+        """Read a converted checkpoint's config.json. Raises ValueError."""
+        root = ConfigBlock(values)
+        if root.get("model_type") not in tuple(CONVERTED):
+            raise root.refuse("model_type", f"{' and '.join(CONVERTED)} are possible")
+        root.expect(tie_word_embeddings=False, nq=STREAMS)
+        is_dialogue = CONVERTED[root.values["model_type"]]
+        sizes = LlamaConfig.read(root)
+        if sizes.head_dim % 2:
+            raise root.refuse("hidden_size", "heads of an even width are possible")
+        if not is_dialogue and sizes.eps == 1e-5:
+            log.warning("%s has rms_norm_eps 1e-05, but OLMo-2 and ESPnet have 1e-06", JSON)
+        return cls(
+            Vocabulary.of_converted(root),
+            sizes,
+            not is_dialogue,
+            root.integer("speaker_prompt_length", 1, 4096),
+            True,
+            root.integer("max_position_embeddings", *POSITIONS),
+            is_dialogue,
+            is_converted=True,
         )
 
 
 def _check_recipe(root: ConfigBlock) -> None:
     """Raise ValueError for a model that was built in another way."""
-    if root.values["model"] == "dpo":
-        raise root.refuse("model", "OpusLM-Dialogue is not supported; only espnet is")
+    if root.values["model"] not in tuple(MODELS):
+        raise root.refuse("model", f"{' and '.join(MODELS)} are possible")
     root.expect(
-        model="espnet",
         cleaner=None,
         corelm="ar_delay",
         transformer="huggingface",
@@ -171,14 +132,14 @@ def _check_recipe(root: ConfigBlock) -> None:
 def _body(transformer: ConfigBlock, backbone: dict[str, Any] | None) -> ConfigBlock:
     """Return the sizes of the body, from the checkpoint's own file or else from the table."""
     if backbone is not None:
-        block = ConfigBlock(backbone, file=f"{BACKBONE}/config.json")
+        block = ConfigBlock(backbone, file=f"{BACKBONE}/{JSON}")
         if block.get("model_type") not in (OLMO, LLAMA):
             raise block.refuse("model_type", f"{OLMO} and {LLAMA} are possible")
         return block
     tag = transformer.string("hf_model_tag")
     known = next((body for name, body in BODIES.items() if tag.startswith(name)), None)
     if known is None:
-        advice = f"put its config.json into {BACKBONE}/, or use one of {', '.join(BODIES)}"
+        advice = f"put its {JSON} into {BACKBONE}/, or use one of {', '.join(BODIES)}"
         raise transformer.refuse("hf_model_tag", f"its sizes are not known: {advice}")
     return ConfigBlock(known, file=tag)
 
@@ -276,8 +237,11 @@ def _inside(block: ConfigBlock, key: str) -> str:
 
 
 def is_opuslm(directory: Path) -> bool:
-    """Return whether a directory's config.yaml is that of an ESPnet speech LM with delayed streams. The file
-    has megabytes of tokens, so it is searched and not parsed."""
+    """Return whether a directory's config.yaml is that of an ESPnet speech LM with delayed streams, or its
+    config.json that of a converted one. The YAML file has megabytes of tokens, so it is searched and not
+    parsed."""
+    if is_converted(directory):
+        return True
     path = directory / YAML
     if not path.is_file():
         return False
@@ -285,15 +249,27 @@ def is_opuslm(directory: Path) -> bool:
     return all(re.search(line, text, re.MULTILINE) for line in (rb"^corelm: ar_delay\r?$", rb"^token_bias:"))
 
 
+def is_converted(directory: Path) -> bool:
+    """Return whether a directory has the config.json of a converted checkpoint. Raises ValueError if it cannot be
+    read."""
+    return read_config(directory).get("model_type") in tuple(CONVERTED)
+
+
 def read_configs(directory: Path) -> tuple[Config, CodecConfig]:
     """Return the model's config and the codec's. Raises ValueError."""
-    backbone = directory / BACKBONE / "config.json"
-    config = Config.read(read_yaml(directory / YAML), read_json(backbone) if backbone.exists() else None)
+    if is_converted(directory):
+        config = Config.of_converted(read_json(directory / JSON))
+    else:
+        backbone = directory / BACKBONE / JSON
+        values = read_yaml(directory / YAML)
+        config = Config.read(values, read_json(backbone) if backbone.exists() else None)
     path = CodecFiles.find(directory).config
     codec = CodecConfig.read(read_yaml(path), f"{CODEC}/{path.name}")
     if codec.num_codes != config.vocabulary.num_codes:
         ours = config.vocabulary.num_codes
-        raise ValueError(f"the codec {path} has {codec.num_codes} codes in a codebook, and {YAML} has {ours}")
+        raise ValueError(
+            f"the codec {path} has {codec.num_codes} codes in a codebook, and the model has {ours}"
+        )
     return config, codec
 
 

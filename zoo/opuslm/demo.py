@@ -1,20 +1,22 @@
 """Random checkpoints in the published layout, without trained weights. They serve tests, first tries and
 speed measurements.
 
-    write("demo", "tiny")    # half a megabyte, runs anywhere; "tiny_smollm" has the body of the 1.7B model
+    write("demo", "tiny")    # a megabyte, runs anywhere; "tiny_smollm" has the body of the 1.7B model, and
+                             # "tiny_dialogue" is OpusLM-Dialogue
     write("mid", "mid")      # 180 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes, 15 GB, all of them in memory while it is written
 
-The published repository has model.pth and config.yaml; codec, tokenizer and body come from others and lie in
-folders. A tensor's values depend only on (seed, published name, shape). The codec is in fp32 whatever the
-model's dtype is.
+The published repository has model.pth and config.yaml; codec, tokenizer, body and XEUS come from others and lie in
+folders. A converted checkpoint has config.json and safetensors files instead. A tensor's values depend only on
+(seed, published name, shape). Codec and XEUS are in fp32 whatever the model's dtype is.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +26,23 @@ from safetensors.torch import save_file
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.config import change
 from zoo.checkpoint.synthetic import Rule
+from zoo.checkpoint.tensor_files import INDEX
 from zoo.nn.llama_vocabulary import added_token, tokenizer, vocabulary
+from zoo.opuslm import demo_xeus
 from zoo.opuslm.config import (
     BACKBONE,
     BODIES,
-    BOOKS,
     CODEC,
+    JSON,
     LLAMA,
     OLMO,
     REPOSITORY,
     SAMPLE_RATE_HZ,
-    STREAMS,
-    YAML,
     CodecConfig,
     Config,
 )
+from zoo.opuslm.encoder import Encoder
+from zoo.opuslm.ids import BOOKS, NAMES, PAD, STREAMS, YAML
 from zoo.opuslm.voices import FOLDER
 
 # --- configs ------------------------------------------------------------------------------------------------
@@ -163,17 +167,38 @@ def _codec(width: int, channels: int, codes: int) -> dict[str, Any]:
 OLMO_TAG, SMOLLM_TAG = "allenai/OLMo-2-1124-7B", "HuggingFaceTB/SmolLM2-1.7B"
 PUBLISHED_CODEC = _codec(512, 32, 1024)
 TINY = (50, 16, 500, 12)  # clusters, codes, words, frames of a voice prompt
-PUBLISHED = (5000, 1024, 100_352, 500)
-# config.yaml, the body's config.json (None: as published, by its tag), and the codec's config.yaml
-CONFIGS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]]] = {
-    "tiny": lambda: (_yaml(OLMO_TAG, *TINY), _body(OLMO, (64, 128, 2, 4, 2)), _codec(16, 4, 16)),
-    "tiny_smollm": lambda: (_yaml(SMOLLM_TAG, *TINY), _body(LLAMA, (48, 96, 3, 4, 4)), _codec(16, 4, 16)),
-    "mid": lambda: (_yaml(OLMO_TAG, *PUBLISHED), _body(OLMO, (768, 2048, 12, 12, 12)), PUBLISHED_CODEC),
-    "full": lambda: (_yaml(OLMO_TAG, *PUBLISHED), None, PUBLISHED_CODEC),
-    "full_smollm": lambda: (
-        _yaml(SMOLLM_TAG, 5000, 1024, 49_152, 500) | {"subword_model": "HuggingFaceTB/SmolLM-1.7B"},
+PUBLISHED, PUBLISHED_SMOLLM = (5000, 1024, 100_352, 500), (5000, 1024, 49_152, 500)
+
+
+class Configs(NamedTuple):
+    model: dict[str, Any]
+    body: dict[str, Any] | None
+    codec: dict[str, Any]
+    xeus: dict[str, Any] = demo_xeus.TINY
+
+
+SMOLLM = _body(LLAMA, (48, 96, 3, 4, 4))
+DIALOGUE = {"model": "dpo", "subword_model": "HuggingFaceTB/SmolLM-1.7B"}
+# config.yaml, the body's config.json (None: as published, by its tag), the codec's config.yaml, and that of XEUS
+CONFIGS: dict[str, Callable[[], Configs]] = {
+    "tiny": lambda: Configs(_yaml(OLMO_TAG, *TINY), _body(OLMO, (64, 128, 2, 4, 2)), _codec(16, 4, 16)),
+    "tiny_smollm": lambda: Configs(_yaml(SMOLLM_TAG, *TINY), SMOLLM, _codec(16, 4, 16)),
+    "tiny_dialogue": lambda: Configs(_yaml(SMOLLM_TAG, *TINY) | DIALOGUE, SMOLLM, _codec(16, 4, 16)),
+    "mid": lambda: Configs(
+        _yaml(OLMO_TAG, *PUBLISHED),
+        _body(OLMO, (768, 2048, 12, 12, 12)),
+        PUBLISHED_CODEC,
+        demo_xeus.PUBLISHED,
+    ),
+    "full": lambda: Configs(_yaml(OLMO_TAG, *PUBLISHED), None, PUBLISHED_CODEC, demo_xeus.PUBLISHED),
+    "full_smollm": lambda: Configs(
+        _yaml(SMOLLM_TAG, *PUBLISHED_SMOLLM) | {"subword_model": "HuggingFaceTB/SmolLM-1.7B"},
         None,
         PUBLISHED_CODEC,
+        demo_xeus.PUBLISHED,
+    ),
+    "full_dialogue": lambda: Configs(
+        _yaml(SMOLLM_TAG, *PUBLISHED_SMOLLM) | DIALOGUE, None, PUBLISHED_CODEC, demo_xeus.PUBLISHED
     ),
 }
 SIZES = tuple(CONFIGS)
@@ -195,6 +220,8 @@ CODEC_RULES: tuple[Rule, ...] = (
     (r"\.alpha$", 1.0, 0.2, False),
     (r"\.embed(_avg)?$", 0.0, 0.5, False),
     (r"cluster_size$", 9.0, 1.0, False),
+    (r"encoder\.model\.0\.conv\.conv\.weight_g$", 8.0, 1.0, False),  # so that a clip has different codes
+    (r"encoder\.model\.23\.conv\.conv\.weight_g$", 2.0, 0.2, False),
     (r"\.model\.23\.conv\.conv\.bias$", 0.0, 0.001, False),
     (r"\.bias(_\w+)?$", 0.0, 0.1, False),
     (r"\.model\.23\.conv\.conv\.weight_g$", 0.05, 0.005, False),  # quiet audio
@@ -207,10 +234,7 @@ CODEC_RULES: tuple[Rule, ...] = (
 # name -> a row, and how much larger it is than others: the pad, whose vector is zero in the published files, and the
 # end, so that some speeches end after a few dozen frames
 SCALED = {"corelm.emb.weight": (0, 0.1), "corelm.lm_head.weight": (5, 1.1)}
-PASSENGERS = {  # tensors of the codec's file that decoding does not read, a few of many
-    "codec.generator.encoder.model.0.conv.conv.bias": (4,),
-    "codec.discriminator.mpd.0.convs.0.bias": (2,),
-}
+PASSENGERS = {"codec.discriminator.mpd.0.convs.0.bias": (2,)}  # of the codec's training, one of many
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int, rules: tuple[Rule, ...] = MODEL_RULES) -> np.ndarray:
@@ -235,13 +259,15 @@ def write(
     dtype: torch.dtype = torch.bfloat16,
     codec: dict[str, Any] | None = None,
     has_new_names: bool = False,
+    is_converted: bool = False,
+    has_xeus: bool = True,
     **config: Any,
 ) -> Path:
     """Write a checkpoint with every file of the published layout and return its directory.
 
     config: changes to config.yaml; codec: to the codec's. has_new_names: whether weight norm has the names of
-    newer releases of PyTorch. Raises ValueError for an unknown size, key or dtype, and if the directory is not
-    empty.
+    newer releases of PyTorch. is_converted: whether the model's files are those of a converter. has_xeus: whether
+    XEUS is there, too. Raises ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
     from zoo.checkpoint.loading import published, weight_normed
     from zoo.opuslm import build, describe, weights
@@ -252,13 +278,81 @@ def write(
     backbone, decoder = build(lm_config, codec_config)
     shapes = weights.shapes(lm_config, published(backbone, weights.lm(lm_config)))
     tensors = {name: torch.from_numpy(fill(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
-    tensors["criterion.lm_head.weight"] = tensors[weights.HEAD]
-    torch.save(tensors, directory / "model.pth")
-    shapes = weight_normed(published(decoder, weights.codec(codec_config)), weights.is_normed)
-    shapes |= PASSENGERS
+    if is_converted:
+        convert(directory, lm_config, tensors)
+    else:
+        torch.save(
+            tensors | {"criterion.lm_head.weight": tensors[weights.ESPNET.head]}, directory / "model.pth"
+        )
+    with torch.device("meta"):
+        encoder = Encoder(codec_config)
+    shapes = published(decoder, weights.codec(codec_config)) | published(
+        encoder, weights.encoder(codec_config)
+    )
+    shapes = weight_normed(shapes, weights.is_normed) | PASSENGERS
     torch.save(_codec_tensors(shapes, seed, has_new_names), directory / CODEC / MODEL_FILE)
     _write_voice(directory, lm_config)
+    if has_xeus:
+        clusters, values = lm_config.vocabulary.num_clusters, CONFIGS[size]().xeus
+        demo_xeus.write(
+            directory, values, clusters, lambda *one: fill(one[0], one[1], seed, one[2]), not has_new_names
+        )
+    else:
+        shutil.rmtree(directory / demo_xeus.FOLDER)
     return directory
+
+
+def convert(directory: Path, config: Config, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the files of a converted checkpoint, and remove config.yaml and the body's folder."""
+    from zoo.opuslm import weights
+
+    theirs, ours = weights.ESPNET, weights.CONVERTED
+    renamed = {old: new for old, new in zip(theirs, ours, strict=True) if old != theirs.body}
+    files: list[dict[str, torch.Tensor]] = [{}, {}]
+    for i, (name, value) in enumerate(tensors.items()):
+        new = renamed.get(name, name.replace(f"{theirs.body}.", f"{ours.body}."))
+        files[i % 2][new] = value.contiguous()
+    shards = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for shard, part in zip(shards, files, strict=True):
+        save_file(part, directory / shard)
+    weight_map = {name: shard for shard, part in zip(shards, files, strict=True) for name in part}
+    synthetic.write_json(directory / f"model.safetensors{INDEX}", {"metadata": {}, "weight_map": weight_map})
+    synthetic.write_json(directory / JSON, converted(config))
+    (directory / YAML).unlink()
+    shutil.rmtree(directory / BACKBONE, ignore_errors=True)
+
+
+def converted(config: Config) -> dict[str, Any]:
+    """Return the config.json of a converted checkpoint."""
+    known, body = config.vocabulary, config.body
+    values: dict[str, Any] = {
+        "model_type": "opuslm_dialogue" if config.is_dialogue else "opuslm",
+        "vocab_size": known.size,
+        "hidden_size": body.hidden,
+        "intermediate_size": body.inner,
+        "num_hidden_layers": body.layers,
+        "num_attention_heads": body.heads,
+        "num_key_value_heads": body.kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": body.eps,
+        "rope_theta": body.rope_theta,
+        "tie_word_embeddings": False,
+        "pad_token_id": PAD,
+        "ssl_token_start": known.ssl,
+        "ssl_token_end": known.codec,
+        "codec_token_start": known.codec,
+        "codec_token_end": known.codec + BOOKS * known.num_codes,
+        "text_token_start": known.first_word,
+        "text_token_end": known.first_word + known.num_words,
+        "nq": STREAMS,
+        "num_codec_streams": BOOKS,
+        "codec_per_stream_size": known.num_codes,
+        "speaker_prompt_length": config.voice_frames,
+        "dac_hf_model_tag": REPOSITORY,
+        "xeus_hf_model_tag": "espnet/xeus",
+        "xeus_layer": 18,
+    }
+    return values | {key: getattr(known, name) for name, (_, key) in NAMES.items()}
 
 
 def _codec_tensors(
@@ -289,14 +383,15 @@ def write_texts(directory: str | Path, size: str, codec: dict[str, Any] | None =
     """Write the YAML and JSON files of a checkpoint, without its tensors. Arguments and errors are those of
     `write`."""
     directory, make = synthetic.begin(directory, size, CONFIGS)
-    model, body, codec_values = make()
+    model, body, codec_values, xeus = make()
     change(model, config, YAML)
     change(codec_values, codec or {}, f"{CODEC}/{YAML}")
-    words = len(Config.read(model, body).vocabulary.words)  # raises an error before anything is written
+    words = Config.read(model, body).vocabulary.num_words  # raises an error before anything is written
     CodecConfig.read(codec_values, f"{CODEC}/{YAML}")
     (directory / CODEC / EXPERIMENT).mkdir(parents=True, exist_ok=True)
     _write_yaml(directory / YAML, model)
     _write_yaml(directory / CODEC / CODEC_YAML, codec_values)
+    demo_xeus.write_texts(directory, xeus, _write_yaml)
     files = {"files": {"model_file": MODEL_FILE}, "yaml_files": {"train_config": CODEC_YAML}}
     _write_yaml(directory / CODEC / "meta.yaml", {"espnet": "202402", "repository": REPOSITORY} | files)
     if body is not None:

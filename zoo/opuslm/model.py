@@ -2,11 +2,12 @@
 
     slot ── embed ──> [B, D] ── hidden: 32 paged blocks ──> [B, D] ── emit ──> 9 ids, each to its own frame ── render ──> 16 kHz
              │ the last row, 9 ids of one table summed        │ 9 heads over their own ids, 9 draws          │ DAC, 20 ms a frame
+                                                              └ and one over the words: a word, if the slot writes
 
 The reference adds a vector per stream to the hidden state, and scores all ids of all modalities with one head
 for each stream. Here a stream scores only the ids that it may draw, in one product for all streams, and the
-vector's share of each score is a constant. Source: ESPnet's SpeechLM at 5f0a39a, core_lm/ar_parallel.py,
-ar_delay.py and net_utils.py.
+vector's share of each score is a constant. The first stream draws a code or a word. Source: ESPnet's SpeechLM at
+5f0a39a, core_lm/ar_parallel.py, ar_delay.py and net_utils.py.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from zoo.nn.narrow import dtype_of
 from zoo.nn.sampling import draw, gumbel
 from zoo.opuslm import body
 from zoo.opuslm.codec import Decoder
-from zoo.opuslm.config import BOOKS, DELAY, HEAD_ROWS, PAD, STREAMS, Config
-from zoo.opuslm.delay import MIN_FRAMES, DelayState
-from zoo.opuslm.prompt import PromptWriter
+from zoo.opuslm.config import HEAD_ROWS, Config
+from zoo.opuslm.delay import DELAY, MIN_FRAMES, MIN_WORDS, NEVER, OPENING, TEXT_ROWS, DelayState, Words
+from zoo.opuslm.ids import BOOKS, PAD, STREAMS
+from zoo.opuslm.listener import Encoders
+from zoo.opuslm.prompt import MAX_FRAMES, MAX_WORDS, PromptWriter, Script
 from zoo.opuslm.strategy import STRATEGY
-from zoo.request import Request
+from zoo.request import Request, RequestError
 from zoo.text.pieces import most_s
 
 
 class Backbone(nn.Module):
     """The LM: the table of all ids, the blocks, and for each stream the rows of the head that it draws from:
-    its codes, then the end and the marker of audio (first stream) or the pad (others)."""
+    its codes, then the end and the marker of audio (first stream) or the pad (others). At last the words, the end
+    and the marker of text, for the first stream where it writes."""
 
     offset: Tensor  # [all rows] float32, after prepare(): the share of the streams' vectors in the scores
 
@@ -44,7 +48,8 @@ class Backbone(nn.Module):
         known, hidden = config.vocabulary, config.body.hidden
         self.ids = nn.Embedding(known.size, hidden)
         self.stack = (body.Stack if config.is_olmo else llama.Stack)(config.body)
-        self.heads = FusedLinear(hidden, (known.num_clusters + 2, *(known.num_codes + 1,) * BOOKS))
+        codes = (known.num_codes + 1,) * BOOKS
+        self.heads = FusedLinear(hidden, (known.num_clusters + 2, *codes, known.num_words + 2))
         self.streams = nn.Embedding(HEAD_ROWS, hidden)
 
     @torch.no_grad()
@@ -52,7 +57,7 @@ class Backbone(nn.Module):
         """Compute what follows from the weights. Call once, with the weights in place."""
         self.stack.prepare()
         heads = self.heads.weight.split(self.heads.parts)
-        vectors = self.streams.weight[:STREAMS].float()
+        vectors = self.streams.weight[[*range(STREAMS), 0]].float()
         offset = torch.cat([head.float() @ vector for head, vector in zip(heads, vectors, strict=True)])
         self.register_buffer("offset", offset, persistent=False)
 
@@ -60,12 +65,14 @@ class Backbone(nn.Module):
         """Embed rows of ids [..., 9] as the sum of their vectors, [..., D]."""
         return self.ids(ids).sum(-2)
 
-    def scores(self, h: Tensor) -> Tensor:
-        """h [B, D] -> the scores of each stream [B, 9, V] float32, -inf behind the ids that it may draw."""
+    def scores(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """h [B, D] -> the scores of each stream [B, 9, V], -inf behind the ids that it may draw, and those of words
+        [B, W], both float32."""
         offsets = self.offset.split(self.heads.parts)
-        scores = [part.float() + more for part, more in zip(self.heads(h), offsets, strict=True)]
-        width = max(self.heads.parts)
-        return torch.stack([F.pad(part, (0, width - part.shape[1]), value=-torch.inf) for part in scores], 1)
+        *scores, words = [part.float() + more for part, more in zip(self.heads(h), offsets, strict=True)]
+        width = max(self.heads.parts[:-1])
+        padded = [F.pad(part, (0, width - part.shape[1]), value=-torch.inf) for part in scores]
+        return torch.stack(padded, 1), words
 
 
 class OpusLMState(DelayState):
@@ -74,6 +81,7 @@ class OpusLMState(DelayState):
 
     lstm: Tensor
     temperature: Tensor
+    text_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
 
@@ -81,19 +89,30 @@ class OpusLMState(DelayState):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
         self.add("lstm", *family.codec.state_shape, dtype=family.codec.stem.weight.dtype)
         self.add("temperature")
+        self.add("text_temperature")
         self.add("top_k", dtype=torch.int64)
         self.add("top_p", default=1)
 
 
 class OpusLM(Family[OpusLMState]):
-    def __init__(self, config: Config, spec: Spec, backbone: Backbone, codec: Decoder, writer: PromptWriter):
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        backbone: Backbone,
+        codec: Decoder,
+        encoders: Encoders | None,
+        writer: PromptWriter,
+    ):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
-        self.backbone, self.codec, self.writer = backbone, codec, writer
+        self.backbone, self.codec, self.encoders, self.writer = backbone, codec, encoders, writer
         assert codec.context == spec.window.lookahead, (
             f"the codec looks {codec.context} frames ahead, not {spec.window.lookahead}"
         )
         self.dtype, self.device = dtype_of(backbone.ids), backbone.ids.weight.device
+        known = config.vocabulary
+        self.words = Words(known.end, known.assistant, known.audio)
 
     # on the host, outside the engine's loop
 
@@ -107,18 +126,54 @@ class OpusLM(Family[OpusLMState]):
     def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, said)
-        length = len(script.rows)
-        guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
-        max_frames = frame_cap(self.spec, request, length, guard, extra_steps=DELAY)
-        sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
+        length, most = len(script.rows), values.pop("max_tokens")
+        room = self.spec.max_positions - length
+        writes, speaks = self._writes(request), request.output in ("speech", "continuation")
+        behind = TEXT_ROWS + OPENING if speaks else 0
+        # an answer may write as much as leaves room for one frame
+        words = min(MAX_WORDS, most, room - (behind + 1 + DELAY) * speaks) if writes else 0
+        if writes and words < 1:
+            takes = f"the prompt takes {length} positions of {self.spec.max_positions}"
+            raise RequestError("text", f"{takes}, which leaves no room for an answer")
+        max_frames = 1
+        steps = words + behind if writes else 0
+        if speaks:
+            guard = self._guard(request, most)
+            max_frames = frame_cap(self.spec, request, length, guard, extra_steps=DELAY + steps)
+            steps += max_frames + DELAY
+        slot = values | {"seed": request.seed, "speaks": int(speaks)}
+        if writes:
+            slot |= {"begin": NEVER, "max_words": words}
+        if script.before is not None:
+            slot["before"] = script.before
         return Prompt(
             inputs=self.backbone.rows(script.rows.to(self.device)),
             prefix_keys=tuple(prefix_key(*row) for row in script.rows.tolist()),
             max_frames=max_frames,
-            max_steps=max_frames + DELAY,
-            slot=sampling | {"seed": request.seed},
-            usage={"input_tokens": script.num_text, "prompt_positions": length},
+            max_steps=steps,
+            slot=slot,
+            usage=self._usage(script),
+            is_text=not speaks,
         )
+
+    def _writes(self, request: Request) -> bool:
+        """Return whether the first steps write words."""
+        return self.config.is_dialogue or request.output in ("text", "transcript")
+
+    def _guard(self, request: Request, most: int) -> int:
+        """Return the most frames of a request that names none."""
+        if self.config.is_dialogue:
+            return most
+        if request.output == "continuation":
+            return MAX_FRAMES
+        return max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
+
+    def _usage(self, script: Script) -> dict[str, int]:
+        counts = {"input_tokens": script.num_text + script.num_audio, "prompt_positions": len(script.rows)}
+        return counts | ({"input_audio_tokens": script.num_audio} if script.num_audio else {})
+
+    def detokenize(self, token: int) -> bytes:
+        return self.writer.tokenize.bytes_of(token)
 
     # on the host, at admission
 
@@ -134,21 +189,32 @@ class OpusLM(Family[OpusLMState]):
         return self.backbone.stack(inputs, batch)
 
     def emit(self, state: OpusLMState, slots: Tensor, h: Tensor) -> None:
-        """Draw nine ids per slot independently and write each to its own frame (20 ms). h [B, D]."""
-        logits = self.scores(state, slots, h)  # [B, 9, V]
+        """Draw nine ids per slot independently and write each to its own frame (20 ms), or draw a word. h [B, D]."""
+        logits, words = self.scores(state, slots, h)  # [B, 9, V], [B, W]
         sampling = (state.temperature, state.top_k, state.top_p)
         settings = [repeat(value[slots], "b -> (b s)", s=STREAMS) for value in sampling]
         noise = gumbel(state.seed[slots], state.steps[slots], range(STREAMS), logits.shape[2])
         drawn = draw(logits.flatten(0, 1), *settings, noise.flatten(0, 1)).unflatten(0, (-1, STREAMS))
-        state.step(slots, *self._ids(drawn), self.config.vocabulary.end)
+        sampling = (state.text_temperature, state.top_k, state.top_p)
+        settings = [value[slots] for value in sampling]
+        noise = gumbel(state.seed[slots], state.steps[slots], range(STREAMS, STREAMS + 1), words.shape[1])
+        word = draw(words, *settings, noise[:, 0])
+        state.step(slots, *self._ids(drawn), self._word_id(word), self.words)
 
-    def scores(self, state: OpusLMState, slots: Tensor, h: Tensor) -> Tensor:
-        """Return the scores [B, 9, V] for h [B, D], without the end in the first frames."""
-        logits = self.backbone.scores(h)
-        is_early = state.steps[slots] < MIN_FRAMES
-        end = self.config.vocabulary.num_clusters
-        logits[:, 0, end].masked_fill_(is_early, -torch.inf)
-        return logits
+    def scores(self, state: OpusLMState, slots: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores [B, 9, V] and [B, W] for h [B, D], without the end in the first steps."""
+        logits, words = self.backbone.scores(h)
+        steps, known = state.steps[slots], self.config.vocabulary
+        is_early = steps - state.begin[slots] < MIN_FRAMES
+        logits[:, 0, known.num_clusters].masked_fill_(is_early, -torch.inf)
+        words[:, known.num_words].masked_fill_(steps < MIN_WORDS, -torch.inf)
+        return logits, words
+
+    def _word_id(self, word: Tensor) -> Tensor:
+        """Return the ids [B] of drawn words."""
+        known = self.config.vocabulary
+        other = torch.where(word == known.num_words, known.end, known.text)
+        return torch.where(word < known.num_words, known.first_word + word, other)
 
     def _ids(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids and the codes [B, 9] of what was drawn. What is no code counts as code 0."""

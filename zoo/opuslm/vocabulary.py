@@ -1,4 +1,4 @@
-"""Text to the ids of the joint vocabulary."""
+"""Text to the ids of the joint vocabulary, and back to bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 from zoo.checkpoint.json_files import read_json
 from zoo.nn.plain_tokenizer import PlainTokenizer
-from zoo.opuslm.config import YAML, Vocabulary
+from zoo.opuslm.ids import YAML, Vocabulary
+from zoo.text.bpe import byte_symbols
 
 
 class TextTokenizer:
@@ -15,17 +16,25 @@ class TextTokenizer:
 
     def __init__(self, path: Path, vocabulary: Vocabulary):
         self.first_word = vocabulary.first_word
-        self.plain = PlainTokenizer(path, (), len(vocabulary.words), "OpusLM")
-        words = dict(enumerate(vocabulary.words))
-        for token, i in _tokens(path).items():
+        self.plain = PlainTokenizer(path, (), vocabulary.num_words, "OpusLM")
+        words, tokens = dict(enumerate(vocabulary.words)), _tokens(path)
+        for token, i in tokens.items() if words else ():
             found = words.get(i)
             if found not in (token, f"{token}_<espnet>"):
                 raise ValueError(
                     f"{path} has {token!r} as token {i}, and {YAML} has {found!r}: they do not belong together"
                 )
+        special = set(self.plain.special.values())
+        self.tokens = {i: token for token, i in tokens.items() if i not in special}
+        self.bytes = {symbol: byte for byte, symbol in byte_symbols().items()}
 
     def __call__(self, text: str) -> list[int]:
         return [self.first_word + i for i in self.plain(text)]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of an id. A special token has none."""
+        symbols = self.tokens.get(token - self.first_word, "")
+        return bytes(self.bytes[symbol] for symbol in symbols if symbol in self.bytes)
 
 
 def _tokens(path: Path) -> dict[str, int]:

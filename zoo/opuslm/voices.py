@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.checkpoint.tensor_files import open_file
-from zoo.opuslm.config import STREAMS, Vocabulary
+from zoo.opuslm.ids import STREAMS, Vocabulary
 
 FOLDER = "voices"
 DEFAULT = "default"  # a random voice

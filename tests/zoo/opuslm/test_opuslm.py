@@ -16,10 +16,13 @@ import zoo
 from zoo.contract import Said
 from zoo.opuslm import demo, weights
 from zoo.opuslm.codec import contexts
-from zoo.opuslm.config import CODEC, YAML, CodecConfig, Config
-from zoo.opuslm.delay import DelayState, delayed
+from zoo.opuslm.config import CODEC, CodecConfig, Config
+from zoo.opuslm.delay import NEVER, DelayState, Words, delayed, left_over
+from zoo.opuslm.ids import YAML
+from zoo.opuslm.listener import FOLDER
 from zoo.opuslm.model import OpusLM
-from zoo.request import AudioClip, Reference, Request, RequestError
+from zoo.opuslm.xeus import XeusConfig
+from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_the_loss_is_passed_over_and_any_other_unknown_tensor_is_refused(copy):
         zoo.load(copy, "cpu")
 
 
-@pytest.mark.parametrize("name", [weights.HEAD, "corelm.head_emb.weight", "corelm.emb.weight"])
+@pytest.mark.parametrize("name", [weights.ESPNET.head, "corelm.head_emb.weight", "corelm.emb.weight"])
 def test_a_missing_tensor_is_named(copy, name):
     changed(copy / "model.pth", lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
@@ -71,7 +74,7 @@ def test_a_missing_tensor_is_named(copy, name):
 
 def test_a_head_of_another_vocabulary_is_refused(copy):
     def shorten(tensors):
-        tensors[weights.HEAD] = tensors[weights.HEAD][:-1]
+        tensors[weights.ESPNET.head] = tensors[weights.ESPNET.head][:-1]
 
     changed(copy / "model.pth", shorten)
     with pytest.raises(ValueError, match=r"model\.pth has another shape, .* of corelm\.lm_head\.weight"):
@@ -131,7 +134,7 @@ def test_the_codec_cannot_lead_out_of_its_directory(copy):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model", "dpo", "OpusLM-Dialogue is not supported"),
+        ("model", "rl", "espnet and dpo are possible"),
         ("corelm_conf", {"share_emb": True}, "only False is known"),
         (
             "transformer_conf",
@@ -141,15 +144,18 @@ def test_the_codec_cannot_lead_out_of_its_directory(copy):
     ],
 )
 def test_other_recipes_are_refused_by_name(key, value, message):
-    values, _, _ = demo.CONFIGS["tiny"]()
+    values = demo.CONFIGS["tiny"]().model
     with pytest.raises(ValueError, match=message):
         Config.read(values | {key: value}, None)
 
 
-def test_every_change_of_the_yaml_files_is_read_or_refused_in_one_line():
-    """Each value of both files, the token list and its ranges included, as another type or out of range."""
-    model_yaml, body, codec_yaml = demo.CONFIGS["tiny"]()
+def test_every_change_of_a_config_file_is_read_or_refused_in_one_line():
+    """Each value of all files, the token list and its ranges included, as another type or out of range."""
+    model_yaml, body, codec_yaml, xeus_yaml = demo.CONFIGS["tiny"]()
+    converted = demo.converted(Config.read(model_yaml, body))
     read = [
+        (converted, Config.of_converted),
+        (xeus_yaml, lambda values: XeusConfig.read(values, "xeus")),
         (model_yaml, lambda values: Config.read(values, body)),
         (codec_yaml, lambda values: CodecConfig.read(values, "codec")),
     ]
@@ -235,14 +241,18 @@ def test_later_pieces_of_a_long_text_continue_the_first_voice():
         assert torch.equal(ours.backbone.rows(alone), second.inputs)
 
 
-def test_recordings_dialogues_and_languages_are_refused_with_a_reason():
-    ours, clip = model(), AudioClip(torch.zeros(16_000).numpy(), 16_000)
+def test_dialogues_and_languages_are_refused_with_a_reason():
     for request, reason in (
-        (Request(text="a", references=(Reference(clip),)), "recordings need XEUS, which is not included"),
+        (Request(text="", turns=(Turn("user", "a"),)), "text is empty"),
+        (Request(text="a", voice="default", turns=(Turn("user", "a"),)), "takes no turns"),
         (Request(text="a", voice="default", language="fr"), "the model was trained on English"),
+        (
+            Request(text="a", voice="default", output="image"),
+            "possible: speech, text, continuation, transcript",
+        ),
     ):
         with pytest.raises(RequestError, match=reason):
-            ours.prompt(request)
+            model().prompt(request)
 
 
 def test_special_tokens_in_a_text_are_only_text():
@@ -275,7 +285,7 @@ def rows_of(limit, ended_at):
         step = int(held.steps[0])
         drawn = torch.full((1, 9), 1000 + step)
         drawn[0, 0] = 5 if step == ended_at else drawn[0, 0]
-        held.step(slots, drawn, torch.full((1, 9), step), 5)
+        held.step(slots, drawn, torch.full((1, 9), step), torch.tensor([7]), Words(5, 10, 34))
         rows.append(held.row[0].tolist())
     return rows, held
 
