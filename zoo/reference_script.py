@@ -20,13 +20,18 @@ def answer(
 ) -> dict[str, Any]:
     """Carry out an order for parity (`requests`, whose samples go to the file `out`) or for a benchmark.
 
-    name: of the reference implementation. speak: request -> samples [N]. measure: request, streams, rounds ->
-    the facts of one run.
+    name: of the reference implementation. speak: request -> samples [N], a text, or both. measure: request,
+    streams, rounds -> the facts of one run.
     """
     if "requests" in order:
-        spoken = {key: speak(request) for key, request in order["requests"].items()}
+        spoken: dict[str, Any] = {}
+        texts: dict[str, str] = {}
+        for key, request in order["requests"].items():
+            made = speak(request)
+            for part in made if isinstance(made, tuple) else (made,):
+                (texts if isinstance(part, str) else spoken)[key] = part
         np.savez(order["out"], **spoken)
-        return {"name": name}
+        return {"name": name, "texts": texts}
     runs = [measure(order["request"], streams, order["rounds"]) for streams in order["streams"]]
     return {"name": name, "torch": torch.__version__, "threads": torch.get_num_threads(), "runs": runs}
 

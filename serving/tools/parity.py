@@ -32,6 +32,7 @@ from zoo.loop import SoloBatches
 from zoo.request import Request
 
 SAME = 1e-3  # samples that differ by at most this much count as equal
+SILENCE = np.zeros(0, np.float32)
 QUIET = 1e-20  # least energy of a signal, so that silence has a level in dB too
 
 
@@ -253,19 +254,21 @@ def against(
     if shape:
         noise = torch.from_numpy(np.random.default_rng(0).standard_normal((frames, *shape), np.float32))
     log_line("running the reference")
-    name, spoken = ask(plain.spec.family, directory, python, work, noise)
-    runs = {}
-    for request, samples in spoken.items():
+    name, spoken, texts = ask(plain.spec.family, directory, python, work, noise)
+    runs: dict[str, dict[str, Any]] = {}
+    for request in dict.fromkeys((*spoken, *texts)):
         log_line(f"{request}: comparing the plain form with the reference")
         ours = zoo.generate(plain, work[request], noise=noise)
-        runs[request] = compare(ours.samples.numpy(), samples, ours.sample_rate_hz)
+        runs[request] = compare(ours.samples.numpy(), spoken.get(request, SILENCE), ours.sample_rate_hz)
+        if request in texts:
+            runs[request]["text_is_equal"] = ours.text == texts[request]
     return {"name": name, "runs": runs}
 
 
 def ask(
     family: str, directory: Path, python: str, work: dict[str, Request], noise: Tensor | None
-) -> tuple[str, dict[str, np.ndarray]]:
-    """Run the reference. Returns its name, and its samples [N] by request. Raises ValueError."""
+) -> tuple[str, dict[str, np.ndarray], dict[str, str]]:
+    """Run the reference. Returns its name, and its samples [N] and texts by request. Raises ValueError."""
     with tempfile.TemporaryDirectory(prefix="zoo-parity-") as temporary:
         place = Path(temporary)
         requests = {name: reference.fields(request, place, name) for name, request in work.items()}
@@ -274,6 +277,6 @@ def ask(
         if noise is not None:
             np.save(place / "noise.npy", noise.numpy())
             order["noise"] = str(place / "noise.npy")
-        name = reference.run(family, python, order)["name"]
+        answer = reference.run(family, python, order)
         with np.load(place / "samples.npz") as samples:
-            return name, dict(samples)
+            return answer["name"], dict(samples), answer.get("texts", {})

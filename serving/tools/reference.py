@@ -3,7 +3,8 @@
     bench    {"directory", "dtype", "streams": [1, 8], "rounds", "request"}
              ->  {"name", "torch", "threads", "runs": [{"streams", "audio_s", "wall_s", "rtf", "audio_s_per_s"}, ...]}
     parity   {"directory", "requests": {NAME: request}, "out": FILE.npz}, for some families "noise": FILE.npy [F, *noise]
-             ->  {"name"}, and FILE.npz with the samples [N] of each NAME
+             ->  {"name", "texts": {NAME: TEXT}}, the texts of answers that have one, and FILE.npz with the samples [N]
+                 of each NAME that speaks
 
 A request has the fields of `zoo.Request` (see `fields`). The last line that the script prints is its answer.
 """
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 import zoo
-from zoo.request import Reference, Request
+from zoo.request import AudioClip, Reference, Request, Turn
 
 
 def script(family: str) -> Path:
@@ -53,7 +54,10 @@ def _why(error: OSError | subprocess.CalledProcessError) -> str:
 def fields(request: Request, place: Path, name: str) -> dict[str, Any]:
     """Return a request as JSON. Its clips become files in `place`, named after the request."""
     references = [_reference(one, place / f"{name} {i}.npz") for i, one in enumerate(request.references)]
+    turns = [_turn(one, place / f"{name} turn {i}.npz") for i, one in enumerate(request.turns)]
     return {
+        "turns": turns,
+        "output": request.output,
         "text": request.text,
         "voice": request.voice,
         "language": request.language,
@@ -65,6 +69,15 @@ def fields(request: Request, place: Path, name: str) -> dict[str, Any]:
     }
 
 
+def _turn(turn: Turn, path: Path) -> dict[str, Any]:
+    clip = None if turn.clip is None else _clip(turn.clip, path)
+    return {"role": turn.role, "text": turn.text, "clip": clip}
+
+
+def _clip(clip: AudioClip, path: Path) -> str:
+    np.savez(path, samples=clip.samples, rate_hz=clip.sample_rate_hz)
+    return str(path)
+
+
 def _reference(reference: Reference, path: Path) -> dict[str, Any]:
-    np.savez(path, samples=reference.clip.samples, rate_hz=reference.clip.sample_rate_hz)
-    return {"clip": str(path), "transcript": reference.transcript, "speaker": reference.speaker}
+    return {"clip": _clip(reference.clip, path), "transcript": reference.transcript, "speaker": reference.speaker}

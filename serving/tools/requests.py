@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.check import OF_CLIP
 from zoo.contract import Family, Prompt
-from zoo.request import AudioClip, Option, Reference, Request, RequestError
+from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
 
 TEXT = "Good morning. The train to the north leaves at a quarter to eight."
 TRANSCRIPT = "It hums and hums."
@@ -75,8 +76,25 @@ def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
             found["clone of two"] = {"references": (first, Reference(clip, TRANSCRIPT))}
     if spec.reference_s is not None and {"instruct", "design"} & set(spec.modes):
         found["clone with instructions"] = found["clone without transcript"] | {"instructions": MANNER}
+    found |= _other_outputs(family)
     for language in spec.languages[1:2]:  # the first language is "auto"
         found[f"language {language}"] = next(iter(found.values())) | {"language": language}
+    return found
+
+
+def _other_outputs(family: Family[Any]) -> dict[str, dict[str, Any]]:
+    """Return the ways to ask for something else than the text's speech, by name."""
+    spec, spoken = family.spec, Turn("user", clip=buzz(2.0, 140))
+    voice = {"voice": spec.voices[0]} if spec.voices else {}
+    found: dict[str, dict[str, Any]] = {}
+    if spec.listens:
+        found["spoken turn"] = voice | {"text": "", "turns": (spoken,)}
+        found["later turn"] = voice | {"turns": (spoken, Turn("assistant", TRANSCRIPT))}
+    if "text" in spec.outputs:
+        found["text"] = {"output": "text"}
+    for output in OF_CLIP:
+        if output in spec.outputs:
+            found[output] = {"text": "", "turns": (spoken,), "output": output}
     return found
 
 
@@ -94,13 +112,15 @@ def _candidates(family: Family[Any], frames: int) -> Iterator[tuple[str, Request
     options = family.spec.options
     samples = any(option.name == "temperature" for option in options)
     usual: dict[str, Any] = {"text": TEXT, "max_frames": frames, "temperature": 0.0 if samples else None}
+    if any(option.name == "max_tokens" for option in options):
+        usual["options"] = {"max_tokens": frames}
     plain = {name: Request(**usual | way) for name, way in ways(family).items()}
     yield from plain.items()
     for name, request in plain.items():
         for option in options:
             for value in _other_choices(option):
                 said = f"{name} {option.name}={str(value).lower()}"
-                yield said, replace(request, options={option.name: value})
+                yield said, replace(request, options=request.options | {option.name: value})
 
 
 def _other_choices(option: Option) -> list[bool | str]:

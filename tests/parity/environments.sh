@@ -71,7 +71,7 @@ environment step_audio2 stepaudio2-minicpmo==0.1.1 transformers==5.23.0 torchaud
 rm -f "$(site .venv-parity-step_audio2)"/torchaudio/lib/*.so
 # ESPnet's SpeechLM is in no package: its source is taken from a fork by its author, or from the clone of it in OPUSLM_SOURCE. Of both
 # sources only a few files are imported, because the packages around them would import the trainer.
-environment opuslm transformers==5.23.0
+environment opuslm transformers==5.23.0 scikit-learn==1.9.1 joblib==1.6.0 threadpoolctl==3.8.0 narwhals==2.29.0 scipy==1.17.1
 opuslm=.venv-parity-opuslm
 commit=5f0a39acd00d09f3124f6b6cea123cdaa9de9995
 "$opuslm/bin/python" -m pip download --quiet --no-deps --ignore-requires-python --dest "$opuslm" espnet==202611

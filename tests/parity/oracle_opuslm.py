@@ -263,6 +263,12 @@ def cases(model: Model) -> dict[str, dict[str, Any]]:
     return found
 
 
+def voice_of(model: Model, name: str | None) -> torch.Tensor | None:
+    if name == "clip":
+        return model.heard(clip())
+    return long_voice(model) if name == "long" else model.voice(name)
+
+
 def mode_cases() -> dict[str, dict[str, Any]]:
     return {
         "transcript": {"output": "transcript", "max_tokens": 30},
@@ -292,8 +298,7 @@ def main() -> None:
             digests[size], asked[size] = digest(directory), cases(model)
             tensors = {"long": long_voice(model).to(torch.int16), "probabilities": probabilities(model)}
             for name, case in asked[size].items():
-                others = {"long": lambda: long_voice(model), "clip": lambda: model.heard(clip())}
-                voice = others.get(case.get("voice"), lambda: model.voice(case.get("voice")))()
+                voice = voice_of(model, case.get("voice"))
                 made = generate(model, case["text"], voice, case["max_frames"])
                 tensors |= {f"{name}.{key}": value for key, value in made.items()}
                 print(size, name, len(made["codes"]), "frames")

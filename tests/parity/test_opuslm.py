@@ -75,7 +75,9 @@ def test_the_full_sizes_have_the_tensors_of_the_reference(size, name, values):
     assert sum(map(math.prod, shapes.values())) == values
     with torch.device("meta"):
         encoder, network = Encoder(codec_config), Xeus(XeusConfig.read(xeus_values, "xeus"))
-    shapes = published(decoder, weights.codec(codec_config)) | published(encoder, weights.encoder(codec_config))
+    shapes = published(decoder, weights.codec(codec_config)) | published(
+        encoder, weights.encoder(codec_config)
+    )
     shapes = weight_normed(shapes, weights.is_normed)
     ours = {f"{demo.renamed(theirs)}|F32|{'x'.join(map(str, shape))}" for theirs, shape in shapes.items()}
     theirs = set((MANIFESTS / "opuslm_codec.txt").read_text().splitlines())
@@ -164,7 +166,9 @@ def asked(case: dict[str, Any]) -> Request:
     options = {name: case[name] for name in ("max_tokens",) if name in case}
     common = {"output": output, "options": options, "max_frames": case.get("max_frames"), "temperature": 0.0}
     if "turns" in case:
-        turns = tuple(Turn(role, text, clip() if has_clip else None) for role, text, has_clip in case["turns"])
+        turns = tuple(
+            Turn(role, text, clip() if has_clip else None) for role, text, has_clip in case["turns"]
+        )
         return Request(text="", turns=turns, voice=case.get("voice", "default"), **common)
     if output == "text":
         return Request(text=case["text"], **common)
@@ -177,7 +181,9 @@ def asked(case: dict[str, Any]) -> Request:
 def test_words_continuations_and_dialogues_equal_the_reference(size, name, monkeypatch):
     """The prompt's ids, every token of text, every code, the ends, and the samples."""
     case, ours, written = FACTS["cases"][size][name], family(size), []
-    theirs = {key.partition(".")[2]: value for key, value in found(size).items() if key.startswith(f"{name}.")}
+    theirs = {
+        key.partition(".")[2]: value for key, value in found(size).items() if key.startswith(f"{name}.")
+    }
 
     def detokenize(token: int) -> bytes:
         written.append(token)

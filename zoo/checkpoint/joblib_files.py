@@ -40,10 +40,11 @@ class Inert:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
-    """It is the one in Python, whose instructions can be changed."""
+_Unpickler: Any = pickle._Unpickler  # the one in Python, whose instructions can be changed
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+class _Reader(_Unpickler):
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(_Unpickler.dispatch)
 
     def __init__(self, file: BinaryIO):
         super().__init__(file)

@@ -101,6 +101,7 @@ def quantized(x: Tensor, tables: nn.ModuleList) -> Tensor:
     """Return the codes [F, K] of vectors [F, D]: of each codebook [V, D], the nearest row to what is left."""
     codes = []
     for table in tables:
+        assert isinstance(table, nn.Embedding), table
         code = nearest(x, table.weight)
         x = x - table.weight[code]
         codes.append(code)

@@ -80,7 +80,9 @@ class Vocabulary:
         """Read a converted checkpoint's config.json. Raises ValueError."""
         size = root.integer("vocab_size", *VOCABULARY)
         root.expect(pad_token_id=PAD, num_codec_streams=BOOKS)
-        special = {key: root.integer(theirs, 1, size - 1) for key, (_, theirs) in NAMES.items()}
+        special: dict[str, Any] = {
+            key: root.integer(theirs, 1, size - 1) for key, (_, theirs) in NAMES.items()
+        }
         ranges = [_converted_range(root, name, size) for name in ("ssl", "codec", "text")]
         blocks = _blocks(root, "codec_token_start", *ranges)
         if root.get("codec_per_stream_size") != blocks["num_codes"]:

@@ -434,7 +434,7 @@ def clip_of(path: str) -> torch.Tensor:
 
 def speak(model: Model, request: dict[str, Any]) -> np.ndarray | str | tuple[np.ndarray, str]:
     """Return the samples [N] of a greedy request, its text, or both."""
-    turns = [
+    turns: list[tuple[str, str, Any]] = [
         (turn["role"], turn["text"], None if turn["clip"] is None else model.heard(clip_of(turn["clip"])))
         for turn in request.get("turns", ())
     ]
@@ -459,7 +459,7 @@ def speak(model: Model, request: dict[str, Any]) -> np.ndarray | str | tuple[np.
 def answered(
     model: Model,
     request: dict[str, Any],
-    turns: list[tuple[str, str | None, torch.Tensor | None]],
+    turns: list[tuple[str, str, Any]],
     voice: Any,
 ) -> str | tuple[np.ndarray, str]:
     """Return the answer of OpusLM-Dialogue to a greedy request: its text, and its samples [N] if it speaks."""

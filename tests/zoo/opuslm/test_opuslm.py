@@ -17,12 +17,11 @@ from zoo.contract import Said
 from zoo.opuslm import demo, weights
 from zoo.opuslm.codec import contexts
 from zoo.opuslm.config import CODEC, CodecConfig, Config
-from zoo.opuslm.delay import NEVER, DelayState, Words, delayed, left_over
+from zoo.opuslm.delay import DelayState, Words, delayed
 from zoo.opuslm.ids import YAML
-from zoo.opuslm.listener import FOLDER
 from zoo.opuslm.model import OpusLM
 from zoo.opuslm.xeus import XeusConfig
-from zoo.request import AudioClip, Reference, Request, RequestError, Turn
+from zoo.request import Request, RequestError, Turn
 
 
 @pytest.fixture
