@@ -39,7 +39,7 @@ __all__ = [
 ]
 DTYPES = ("float32", "bfloat16")
 # the subpackages that are not families; some import torch
-ROOMS = frozenset({"checkpoint", "contract", "kernels", "nn", "text", "voices"})
+ROOMS = frozenset({"align", "checkpoint", "contract", "kernels", "nn", "text", "voices"})
 # a small checkpoint that comes with the package and speaks English
 SMALL_VOICE = Path(__file__).parent / "small_voice"
 

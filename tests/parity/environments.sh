@@ -83,3 +83,9 @@ if [ -n "${OPUSLM_SOURCE:-}" ]; then
 else
     curl --fail --silent --location "https://github.com/jctian98/espnet/archive/$commit.tar.gz" | gunzip
 fi | tar -x -C "$opuslm/speechlm" --strip-components=1 --wildcards '*/espnet2/speechlm' '*/espnet2/train/preprocessor.py'
+# torchaudio's compiled parts are used here. They are linked to CUDA's libraries, for which stubs stand on a CPU.
+environment align torchaudio==2.11.0
+lib=$(site .venv-parity-align)/torchaudio/lib
+for name in libcudart.so.13 libc10_cuda.so libtorch_cuda.so; do
+    gcc -shared -fPIC "-Wl,-soname,$name,--default-symver" tests/parity/align/cuda_stubs.c -o "$lib/$name"
+done

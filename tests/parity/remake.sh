@@ -19,3 +19,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-glm4_voice/bin/python tests/parity/oracle_glm4_voice.py
 .venv-parity-step_audio2/bin/python tests/parity/oracle_step_audio2.py
 .venv-parity-opuslm/bin/python tests/parity/oracle_opuslm.py
+.venv-parity-align/bin/python tests/parity/oracle_align.py

@@ -23,7 +23,7 @@ from zoo.text.languages import code_of
 MAX_TERM_CHARS, MAX_SAY_CHARS = 100, 200
 MAX_ENTRIES = 10_000
 # Pauses, and the tags of models, such as <laugh> and [soft tone].
-_MARKUP = re.compile(r"</?[\w|!][^<>\n]{0,80}>|\[[^\[\]\n]{1,80}\]")
+MARKUP = re.compile(r"</?[\w|!][^<>\n]{0,80}>|\[[^\[\]\n]{1,80}\]")
 _OPEN_MARKUP = re.compile(r"<(?:/?[\w|!][^<>\n]{0,80}|/)?|\[[^\[\]\n]{0,80}")
 # Scripts whose words have no spaces between them, or carry endings: any two characters are a boundary.
 _SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\uffef\U00020000-\U0003ffff]")
@@ -162,7 +162,7 @@ class Reader:
 
     def _next(self, text: str, at: int) -> tuple[str, int]:
         """Return what is said for the tag, the term or the character that begins here, and where it ends."""
-        if (mark := _MARKUP.match(text, at)) is not None:
+        if (mark := MARKUP.match(text, at)) is not None:
             return mark[0], mark.end()
         if is_boundary(self._before, text[at]):
             for end in (at + length for length in self._lexicon.lengths if at + length <= len(text)):
