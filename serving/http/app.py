@@ -36,6 +36,7 @@ from serving.http.errors import answer_error, log_lost_session
 from serving.http.links import Links
 from serving.http.listener import Listener
 from serving.http.names import Names
+from serving.http.routes import api_page
 from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
@@ -133,6 +134,7 @@ def create_app(
             ready,
             *([] if security.private_metrics else [metrics]),
             *([page.start, page.part] if settings.playground else [page.start_without_page]),
+            *([api_page.start, api_page.part] if settings.playground else []),
         ],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
