@@ -98,6 +98,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     is_open: bool = False
     split_text: bool = True
     normalize: bool = False
+    sentence_gap_s: float | None = None
     stop: tuple[str, ...] = ()
     output: str = "speech"
 

@@ -109,6 +109,13 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.address is not None or self.counts != (1, 1)
 
 
+class AlignerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model that finds word times (zoo/align/files.py), and where it runs."""
+
+    directory: str | None = None  # None: there are no word times
+    device: str = "cpu"
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of a server. `models` has the directory of each model by the ID that clients know."""
 
@@ -118,6 +125,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     playground: bool = True  # whether GET / serves the page for trying the models
     voices_dir: str | None = None  # None: voices.default_directory()
     pronunciations: str | None = None  # a file with how words are spoken (zoo/text/pronunciations.py)
+    sentence_gap_s: float | None = None  # silence between sentences, for requests that do not set it
+    aligner: AlignerSettings = AlignerSettings()
     grace_s: int = 5  # how long open answers may continue when the server stops
     otel: bool = False  # whether a trace of each request is exported
     model: ModelOptions = ModelOptions()

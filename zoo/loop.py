@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo import kernels
 from zoo.contract import NEVER, Batch, Family, Lane, Prompt, Speech, View, following
+from zoo.contract.family import SpokenPiece
 from zoo.request import Request, RequestError
 from zoo.text.stops import Writing
 
@@ -37,12 +38,16 @@ def generate(
     if noise is not None:
         max_frames = min(len(noise), max_frames or len(noise))
     passes, spoken, samples = family.passes(request), list[Speech](), list[Tensor]()
+    pieces: list[SpokenPiece] = []
     prompt: Prompt | None = next(passes)
     while prompt is not None:
         if max_frames is not None:
             prompt.max_frames = min(prompt.max_frames, max_frames)
         spoken.append(speak_pass(family, prompt, noise, request.stop))
+        start = sum(map(len, samples)) + prompt.silence_before
         samples += (torch.zeros(prompt.silence_before), spoken[-1].samples, torch.zeros(prompt.silence_after))
+        if prompt.text and len(spoken[-1].samples):
+            pieces.append(SpokenPiece(prompt.text, start, start + len(spoken[-1].samples)))
         if family.spec.shares_turns:
             family.end_turn(prompt, spoken[-1].frames)
         prompt = None if prompt.is_final else following(passes, spoken[-1].frames)
@@ -51,6 +56,7 @@ def generate(
         samples=torch.cat(samples),
         sample_rate_hz=family.spec.sample_rate_hz,
         text="".join(speech.text for speech in spoken),
+        pieces=tuple(pieces),
         tokens=tuple(chain(*(speech.tokens for speech in spoken))),
     )
 
@@ -94,12 +100,12 @@ def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None, stop: 
     tape = state.tape[0, :frames].cpu()
     tokens = family.answer_tokens(tape, steps) if family.spec.keeps_answers else ()
     if frames == 0:
-        return Speech(tape, torch.zeros(0), family.spec.sample_rate_hz, text, tokens)
+        return Speech(tape, torch.zeros(0), family.spec.sample_rate_hz, text, tokens=tokens)
     start, count = torch.tensor([[0], [frames]], device=family.device)
     slots, is_last = torch.tensor([0], device=family.device), torch.tensor([True], device=family.device)
     length = family.spec.window.length_bucket(frames)
     samples, valid = family.render(state, View(slots, start, count, is_last, frames, length))
-    return Speech(tape, samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text, tokens)
+    return Speech(tape, samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text, tokens=tokens)
 
 
 class SoloBatches:

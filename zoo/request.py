@@ -212,6 +212,8 @@ class Request:
     is_open: more text is fed while the model speaks (`Engine.feed`).
     split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
     normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
+    sentence_gap_s: seconds of silence between sentences, each of which is then spoken in a pass of its own; None
+    or 0: the text is cut by its length alone, without silence.
     stop: strings before which an answer ends, for models that answer.
     output: "speech"; "text", an answer in text without audio; "transcript", the words of the clip in the only
     turn; or "continuation", audio that goes on where that clip ends. `Spec.outputs` lists those of a model.
@@ -234,6 +236,7 @@ class Request:
     is_open: bool = False
     split_text: bool = True
     normalize: bool = False
+    sentence_gap_s: float | None = None
     stop: tuple[str, ...] = ()
     output: str = "speech"
 
@@ -243,12 +246,18 @@ class Request:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise RequestError(name, f"{name} is {value}; from {low} to {high} is possible")
+        gap_s = self.sentence_gap_s
+        if gap_s is not None and not 0 <= gap_s <= MAX_GAP_S:
+            raise RequestError(
+                "sentence_gap_s", f"sentence_gap_s is {gap_s}; from 0 to {MAX_GAP_S:g} is possible"
+            )
         for name in SAMPLING:
             if name in self.options:
                 raise RequestError(name, f"{name} is a field of the request: leave it out of the options")
 
 
 INT64 = 2**63 - 1
+MAX_GAP_S = 10.0  # of silence between two sentences
 SOUND_ONLY = "x_vector_only_mode"  # the option of models that can ignore a reference's transcript
 # fields of Request that most models list among their options
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from zoo.request import MAX_GAP_S
+
 # Panels of `--help`.
 VOICE = "Voice"
 SAMPLING = "Sampling"
@@ -111,6 +113,14 @@ class RequestFlags:
             min=1,
             help="The model speaks at most this many frames. Default: the model's limit.",
             rich_help_panel=SAMPLING,
+        ),
+    ] = None
+    sentence_gap_s: Annotated[
+        float | None,
+        Option(
+            min=0,
+            max=MAX_GAP_S,
+            help="Between sentences there are this many seconds of silence; each is spoken in a pass of its own.",
         ),
     ] = None
     speed: Annotated[

@@ -18,7 +18,7 @@ from zoo.hub import resolved
 from zoo.text.pronunciations import Lexicon, read_file
 
 if TYPE_CHECKING:
-    from zoo.contract import Family, Spec
+    from zoo.contract import Family, Spec, Speech
     from zoo.request import Request, Value
 
 FORMAT_OF = {
@@ -34,6 +34,7 @@ FORMAT_OF = {
     ".ulaw": "ulaw",
     ".alaw": "alaw",
 }
+SUBTITLES = "Subtitles"  # a panel of `--help`
 # The flag that sets a field of zoo.request.Request.
 FLAG = {
     "references": "--reference",
@@ -71,6 +72,24 @@ def say(
     ] = False,
     text_format: TextFormat = "plain",
     pronunciations: Pronunciations = None,
+    subtitles: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Subtitles of the speech go into this file, .srt or .vtt; it needs --aligner. .vtt has the time of "
+            "each word.",
+            rich_help_panel=SUBTITLES,
+        ),
+    ] = None,
+    aligner: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="This CTC model finds when each word is spoken: a directory of transformers' Wav2Vec2ForCTC or "
+            "HubertForCTC.",
+            rich_help_panel=SUBTITLES,
+        ),
+    ] = None,
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
@@ -78,6 +97,7 @@ def say(
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
+    check_subtitles(subtitles, aligner)
     text = text_to_say(text, text_format)
     words = [] if pronunciations is None else read_file(pronunciations)
     directory = resolved(model)
@@ -110,14 +130,19 @@ def say(
         max_frames=asked.max_new_tokens,
         split_text=split_text,
         normalize=normalize,
+        sentence_gap_s=asked.sentence_gap_s,
         options=dict(parsed_option(option, family.spec) for option in options),
     )
-    speak_into(out, form, family, request, asked.speed)
+    speech = speak_into(out, form, family, request, asked.speed)
+    if subtitles is not None and aligner is not None:
+        from serving.tools.subtitles import write
+
+        print(write(subtitles, speech, request.text, asked.speed, aligner))
     return 0
 
 
-def speak_into(out: Path, form: str, family: Family[Any], request: Request, speed: float) -> None:
-    """Speak into a file, and print how long it took. Raises ValueError for what the model refuses."""
+def speak_into(out: Path, form: str, family: Family[Any], request: Request, speed: float) -> Speech:
+    """Speak into a file, and print how long it took. Return the speech at its own speed. Raises ValueError for what the model refuses."""
     import zoo
     from serving.audio import encode
     from serving.audio.pcm import pcm16
@@ -138,16 +163,38 @@ def speak_into(out: Path, form: str, family: Family[Any], request: Request, spee
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
     if speech.text:
         print(speech.text)
+    return speech
+
+
+def check_subtitles(out: Path | None, aligner: Path | None) -> None:
+    """Raise ValueError for subtitles that cannot be written."""
+    from zoo.align.files import check
+    from zoo.align.subtitles import SUFFIXES
+
+    if aligner is not None:
+        check(aligner)
+    if out is None:
+        return
+    if aligner is None:
+        raise ValueError("--subtitles needs a model that finds the words; name it with --aligner DIR")
+    if out.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--subtitles {out} must end in one of: {', '.join(SUFFIXES)}")
+    check_writable(out)
 
 
 def output_format(out: Path) -> str:
     """Return the format that a file's suffix names. Raises ValueError if it is unknown or not writable."""
     if (form := FORMAT_OF.get(out.suffix.lower())) is None:
         raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
+    check_writable(out)
+    return form
+
+
+def check_writable(out: Path) -> None:
+    """Raise ValueError if a file cannot be written."""
     there = out if out.exists() else out.absolute().parent
     if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{out} cannot be written: it must be a file in an existing, writable directory")
-    return form
 
 
 def text_to_say(text: str, text_format: str = "plain") -> str:

@@ -56,6 +56,8 @@ def serve(
         playground=listening.playground,
         voices_dir=None if voices_dir is None else str(voices_dir.resolve()),
         pronunciations=model.pronunciations_path(),
+        sentence_gap_s=model.sentence_gap_s,
+        aligner=model.aligner_settings(),
         grace_s=listening.grace_s,
         otel=logs.otel,
         replicas=replicas.settings(),

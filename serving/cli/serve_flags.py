@@ -35,6 +35,8 @@ from serving.cli.common import (
     Weights,
     num_bytes,
 )
+from zoo.align.files import check
+from zoo.request import MAX_GAP_S
 from zoo.text.pronunciations import read_file
 
 MAX_TTFA_S = 10.0
@@ -124,6 +126,35 @@ class Model:
             rich_help_panel=MODEL,
         ),
     ] = None
+
+    sentence_gap_s: Annotated[
+        float | None,
+        Option(
+            min=0,
+            max=MAX_GAP_S,
+            help="Between sentences there are this many seconds of silence, in requests that do not set it.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    aligner: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="This CTC model finds word times for requests that ask for them: a directory of transformers' "
+            "Wav2Vec2ForCTC or HubertForCTC.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    aligner_device: Annotated[
+        str, Option(help="The aligner runs here: cpu, cuda or cuda:1.", rich_help_panel=MODEL)
+    ] = "cpu"
+
+    def aligner_settings(self) -> settings.AlignerSettings:
+        """Raises ValueError for a directory that is no aligner."""
+        if self.aligner is None:
+            return settings.AlignerSettings(device=self.aligner_device)
+        directory = check(self.aligner).directory.resolve()
+        return settings.AlignerSettings(str(directory), self.aligner_device)
 
     def options(self) -> settings.ModelOptions:
         return settings.ModelOptions(

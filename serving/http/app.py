@@ -27,6 +27,7 @@ from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
 
 from serving import heartbeat, logs
+from serving.aligner.client import Aligner
 from serving.api_keys import all_keys
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
@@ -96,7 +97,12 @@ def create_app(
     names = msgspec.convert(settings.aliases, Names, from_attributes=True)
     words = [] if settings.pronunciations is None else read_file(settings.pronunciations)
     keys = all_keys(api_key, security.api_keys)
-    server = Server(engine, keys, limits, settings.voices_dir, names, tracing, words)
+    aligner = None
+    if settings.aligner.directory is not None:
+        aligner = Aligner(settings.aligner.directory, settings.aligner.device)
+    server = Server(
+        engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
+    )
     links = Links(url_secret or secrets.token_hex())
     speech = Router(
         "/",
@@ -164,6 +170,8 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError):
             await task
     await server.references.close()
+    if server.aligner is not None:
+        await server.aligner.close()
     if server.tracing is not None:
         await asyncio.to_thread(server.tracing.close)
 

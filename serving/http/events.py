@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from serving.http.schemas import Error, Usage
+from serving.http.word_times import Word
 
 MAX_MESSAGE_BYTES = 2 << 20  # 30 s of PCM at 24 kHz in base64; a larger recording must be uploaded as a voice
 
@@ -48,7 +49,12 @@ class InputDone(msgspec.Struct, tag_field="type", tag="input.done"):
 
 
 class InputCancel(msgspec.Struct, tag_field="type", tag="input.cancel"):
-    """Cancel every utterance immediately."""
+    """Cancel every utterance immediately. With word times, audio.heard follows. played_s: how much of the utterance
+    the client has played; default: all that was sent. utterance: default: the one that is spoken, else the
+    last one."""
+
+    played_s: Annotated[float, Meta(ge=0)] | None = None
+    utterance: int | None = None
 
 
 ClientEvent = Config | InputText | InputDone | InputCancel
@@ -79,6 +85,21 @@ class AudioChunk(msgspec.Struct, tag_field="type", tag="audio.chunk"):
     audio: str  # base64
 
 
+class AudioWords(msgspec.Struct, tag_field="type", tag="audio.words"):
+    """The words of a part of an utterance, once that part is spoken."""
+
+    utterance: int
+    words: list[Word]
+
+
+class AudioHeard(msgspec.Struct, tag_field="type", tag="audio.heard"):
+    """The words of an utterance that had ended when it was cancelled."""
+
+    utterance: int
+    text: str
+    num_words: int
+
+
 class Timings(msgspec.Struct):
     """Milliseconds since the utterance's first text arrived."""
 
@@ -106,4 +127,4 @@ class Failure(msgspec.Struct, tag_field="type", tag="error"):
     utterance: int | None = None
 
 
-ServerEvent = Configured | AudioStart | AudioChunk | AudioDone | Failure
+ServerEvent = Configured | AudioStart | AudioChunk | AudioWords | AudioDone | AudioHeard | Failure

@@ -125,9 +125,22 @@ def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPExcept
     return refusal(400, message, name, "unknown_field")
 
 
-def check(data: SpeechRequest, model: Model, server: Server) -> None:
+def check_words(data: SpeechRequest, server: Server) -> None:
+    """Raise the refusal if a request asks for word times that this server cannot give."""
+    if "word" not in (data.timestamp_granularities or ()):
+        return
+    if server.aligner is None:
+        message = (
+            "this server has no aligner, so it has no word times; an operator chooses one with --aligner DIR"
+        )
+        raise refusal(400, message, "timestamp_granularities", "no_aligner")
+    if server.aligner.fault:
+        raise refusal(503, server.aligner.fault, "timestamp_granularities", "aligner_failed")
+
+
+def check(data: SpeechRequest, model: Model, server: Server, is_session: bool = False) -> None:
     """Check the fields of a request, but not its voice, as far as possible without the engine. Raises the
-    refusal."""
+    refusal. is_session: they are settings of a session, which has no stream_format."""
     text_chars = server.limits.text_chars
     if len(data.input) > text_chars:
         message = f"input has {len(data.input)} characters; this server takes up to {text_chars}"
@@ -135,9 +148,10 @@ def check(data: SpeechRequest, model: Model, server: Server) -> None:
     if data.stream_format == "sse" and not data.stream:
         message = "stream false and stream_format sse cannot be combined; leave stream or stream_format out"
         raise refusal(400, message, "stream")
-    if data.timestamp_granularities and data.stream_format != "sse":
+    if data.timestamp_granularities and data.stream_format != "sse" and not is_session:
         message = "timestamps need stream_format sse; set it, or leave timestamp_granularities out"
         raise refusal(400, message, "timestamp_granularities")
+    check_words(data, server)
     if data.bit_rate is not None and not encode.FORMATS[data.response_format].has_bit_rate:
         possible = ", ".join(name for name, form in encode.FORMATS.items() if form.has_bit_rate)
         message = f"{data.response_format} has no bit rate; these formats have one: {possible}"

@@ -14,6 +14,7 @@ from msgspec import Meta
 from serving import protocol
 from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.settings import Limits
+from zoo.request import MAX_GAP_S
 from zoo.text.pronunciations import Pronunciation
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
@@ -147,10 +148,11 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         ),
     ] = "audio"
     timestamp_granularities: Annotated[
-        list[Literal["segment"]] | None,
+        list[Literal["segment", "word"]] | None,
         Meta(
-            description='["segment"], with stream_format sse: speech.audio.segment events give the start '
-            "and end of each piece of text in the audio; word timestamps are not supported"
+            description='a list of "segment" and "word", with stream_format sse: speech.audio.segment events give '
+            "the start and end of each piece of text in the audio, and speech.audio.words events those of each "
+            "word, on a server with an aligner"
         ),
     ] = None
     stream: Annotated[
@@ -187,6 +189,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Meta(
             description="true: numbers, dates, times and amounts are first written out in words, in Chinese, "
             "English or Japanese; false (default): the model reads them as they are"
+        ),
+    ] = None
+    sentence_gap_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_GAP_S)] | None,
+        Meta(
+            description="a number from 0 to 10: seconds of silence between sentences, each of which is then spoken in "
+            "a pass of its own; default: the server's, else 0, which leaves sentences as the model speaks them"
         ),
     ] = None
     text_format: Annotated[
@@ -304,7 +313,7 @@ class URLRequest(SpeechRequest, kw_only=True):
 
 
 SAME_NAME = (
-    *("language", "instructions", "split_text", "normalize", "conversation"),
+    *("language", "instructions", "split_text", "normalize", "sentence_gap_s", "conversation"),
     *("temperature", "top_k", "top_p", "repetition_penalty"),
 )
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
@@ -546,6 +555,7 @@ class Model(msgspec.Struct):
     takes_tools: bool  # whether a conversation may have tools
     response_formats: list[str]
     stream_formats: list[str]
+    timestamp_granularities: list[str]
     aliases: list[str] = []  # other names that a request may call it by
     object: Literal["model"] = "model"
     owned_by: str = "speechzoo"
@@ -555,7 +565,15 @@ class Model(msgspec.Struct):
         return [option.name for option in self.options]
 
     @classmethod
-    def of(cls, info: protocol.ModelInfo, created: int, limits: Limits, aliases: Sequence[str] = ()) -> Model:
+    def of(
+        cls,
+        info: protocol.ModelInfo,
+        created: int,
+        limits: Limits,
+        aliases: Sequence[str] = (),
+        *,
+        has_words: bool = False,
+    ) -> Model:
         facts = msgspec.structs.asdict(info)
         if info.reference_s is not None:
             shortest_s, longest_s = info.reference_s
@@ -567,6 +585,7 @@ class Model(msgspec.Struct):
             max_text_chars=limits.text_chars,
             response_formats=formats,
             stream_formats=["audio", "sse"],
+            timestamp_granularities=["segment", *(["word"] if has_words else [])],
             aliases=list(aliases),
         )
 

@@ -13,6 +13,7 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
+from serving.aligner.client import Aligner
 from serving.api_keys import ApiKey
 from serving.engine_client import Away, EngineClient
 from serving.http.answers import Answers
@@ -25,6 +26,7 @@ from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
+from serving.http.word_times import WordTimes
 from serving.protocol import ModelInfo
 from zoo.text.pronunciations import Lexicon, Pronunciation
 
@@ -63,6 +65,8 @@ class Server:
         names: Names,
         tracing: Tracing | None = None,
         pronunciations: Sequence[Pronunciation] = (),
+        aligner: Aligner | None = None,
+        sentence_gap_s: float | None = None,
     ) -> None:
         self.engine, self.limits, self.names = engine, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
@@ -80,6 +84,8 @@ class Server:
         self.metrics.memory.set_function(lambda: self.memory.num_held)
         self.tracing = tracing
         self.pronunciations = pronunciations  # of all requests
+        self.aligner = aligner
+        self.sentence_gap_s = sentence_gap_s  # of requests that do not set it
         self.created = int(time.time())
 
     async def start_decoders(self) -> None:
@@ -94,7 +100,13 @@ class Server:
         if self.engine.status.state != "ready":
             raise Away(self.engine.status)
         return [
-            Model.of(info, self.created, self.limits, self.names.aliases_of(info.id))
+            Model.of(
+                info,
+                self.created,
+                self.limits,
+                self.names.aliases_of(info.id),
+                has_words=self.aligner is not None,
+            )
             for info in self.engine.models
         ]
 
@@ -179,6 +191,19 @@ class Server:
             return None
         first = None if request.given_references else next(iter(model.voices), None)
         return Lexicon.of(own, self.pronunciations, request.language, voice.name or first)
+
+    def sentence_gap(self, request: SpeechRequest, model: Model) -> float | None:
+        """Return the silence between the sentences of a request, in seconds. The server's own is for texts of
+        one request, and for models that cut texts."""
+        if request.sentence_gap_s is not None or model.piece_s is None or request.conversation is not None:
+            return request.sentence_gap_s
+        return self.sentence_gap_s
+
+    def word_times(self, request: SpeechRequest, model: Model) -> WordTimes | None:
+        """Return what finds the word times of an answer; None if the request asks for none."""
+        if self.aligner is None or "word" not in (request.timestamp_granularities or ()):
+            return None
+        return WordTimes(self.aligner, self.memory, model.sample_rate_hz, request.speed)
 
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
         """Return the voice of a request for its model. Raises the refusal."""

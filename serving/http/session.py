@@ -23,6 +23,7 @@ import structlog
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Send
 
+from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.engine_client import Away
 from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal, uncapitalized
@@ -45,12 +46,14 @@ from serving.http.requests import check, drop_foreign, is_default, options_of, r
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.socket import SILENT, STOPS, Closed, Socket, away, ended
-from serving.http.utterance import Idle, Settings, Utterance
+from serving.http.utterance import Idle, Settings, Utterance, heard
+from serving.http.word_times import Word
 
 PATH = "/v1/audio/speech/stream"
 MAX_QUEUED = 16  # utterances
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
+ONLY_WORDS = 'a session gives word times alone; set timestamp_granularities to ["word"], or leave it out'
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
@@ -69,20 +72,27 @@ class Session:
         self.queue: deque[Utterance] = deque()  # all that have not ended; the first one speaks
         self.turn = asyncio.Event()  # the queue has changed
         self.speaking: asyncio.Task[AudioDone | Failure] | None = None
+        # the words of the last utterances
+        self.over: deque[tuple[int, list[Word]]] = deque(maxlen=2 * MAX_QUEUED)
+        self.cut: Utterance | None = None  # the one that is being interrupted
+        self.listing: set[asyncio.Task[None]] = set()  # the words of utterances that were cut off
         self.num_utterances = 0
 
     async def run(self) -> None:
         try:
             await self.socket.run(self._listen(), self._talk())
         finally:
-            await ended(self.speaking)
+            await ended(self.speaking, *self.listing)
             self._forget()
 
     def _forget(self) -> None:
         """Drop the settings and utterances. Otherwise the recordings would stay until the next garbage
         collection, because a session and its utterances hold each other."""
+        for utterance in self.queue:
+            utterance.close()
         self.settings = self.open = self.speaking = None
         self.queue.clear()
+        self.listing.clear()
 
     # Messages from the client.
 
@@ -108,8 +118,8 @@ class Session:
                 await self._say(said)
             case InputDone():
                 self._end()
-            case InputCancel():
-                await self._cancel()
+            case InputCancel(played_s, number):
+                await self._interrupt(played_s, number)
 
     async def _configure(self, message: dict[str, Any]) -> Settings:
         """Check a session.config and find its voice. Raises the refusal, Away."""
@@ -122,12 +132,18 @@ class Session:
         if "input" in fields:
             raise refusal(400, "session.config takes no input; send text as input.text", "input")
         request = request_of({"response_format": "pcm", **fields, "input": ""})
+        if "segment" in (request.timestamp_granularities or ()):
+            raise refusal(400, ONLY_WORDS, "timestamp_granularities")
         model, warnings = self.server.chosen_model(request)
         warnings += drop_foreign(fields, model, self.server)
         options = options_of(fields, model)
-        check(request, model, self.server)
+        check(request, model, self.server, is_session=True)
         voice = self.server.chosen_voice(request, model)
-        must_wait = request.normalize or request.text_format == "markdown"
+        if own.split_granularity != "token":
+            request.sentence_gap_s = self.server.sentence_gap(request, model)
+        elif request.sentence_gap_s is None:
+            request.sentence_gap_s = 0.0  # sentences, and gaps between them, are not known
+        must_wait = request.normalize or request.sentence_gap_s or request.text_format == "markdown"
         can_feed = model.feeds and options.get("text_mode") != "full" and not must_wait
         if own.split_granularity == "token" and not can_feed:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
@@ -179,8 +195,8 @@ class Session:
     async def _begin(self, settings: Settings) -> None:
         if self.socket.is_stopping:
             raise refusal(503, STOPPING, code="stopping", retry_after_s=AWAY_RETRY_S)
-        if settings.is_cancelling:
-            await self._cancel()
+        if settings.is_cancelling and self.queue:
+            await self._interrupt(None, None)
         if len(self.queue) >= MAX_QUEUED:
             message = (
                 f"{len(self.queue)} utterances are queued, the maximum; cancel them, or wait until one ends"
@@ -210,6 +226,44 @@ class Session:
         await ended(self.speaking)
         for utterance in gone:
             await self._tell(utterance.done("cancelled"))
+            self._keep(utterance)
+
+    async def _interrupt(self, played_s: float | None, number: int | None) -> None:
+        """Cancel all utterances, and report later which words of one were heard. Raises the refusal."""
+        cut = self.queue[0] if self.queue and self.queue[0].words is not None else None
+        possible = [each for each, _ in self.over] + ([] if cut is None else [cut.number])
+        if number is not None and number not in possible:
+            known = ", ".join(map(str, possible)) or "none"
+            message = f"utterance {number} has no word times here; these have some: {known}"
+            raise refusal(400, message, "utterance")
+        self.cut = cut
+        await self._cancel()
+        self.cut = None
+        if possible:
+            listing = asyncio.create_task(self._list_heard(cut, number or possible[-1], played_s))
+            self.listing.add(listing)
+            listing.add_done_callback(self.listing.discard)
+
+    async def _list_heard(self, cut: Utterance | None, number: int, played_s: float | None) -> None:
+        """Report which words of an utterance were heard, once those of the one that was cut off are known."""
+        try:
+            if cut is not None:
+                await cut.cut_off()
+        except AlignerFailed as error:
+            await self._tell(Failure(error_of(refusal(503, str(error), code="aligner_failed"))))
+            return
+        finally:
+            if cut is not None:
+                cut.close()
+        await self._tell(heard(number, dict(self.over)[number], played_s))
+
+    def _keep(self, utterance: Utterance) -> None:
+        """Keep the words of an utterance that is over: the client may still play it."""
+        if utterance.words is None:
+            return
+        self.over.append((utterance.number, utterance.found))
+        if utterance is not self.cut:
+            utterance.close()
 
     # Messages to the client.
 
@@ -228,6 +282,7 @@ class Session:
             # Otherwise the utterance was cancelled, and `_cancel` has reported it.
             if self.queue and self.queue[0] is utterance:
                 self.queue.popleft()
+                self._keep(utterance)
                 await self._tell(speaking.result())
 
     async def _speak(self, utterance: Utterance) -> AudioDone | Failure:

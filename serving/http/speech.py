@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope, Send
 
 from serving import protocol
+from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.audio.playback import Playback
 from serving.http.bodies import read_beside
@@ -39,6 +40,7 @@ from serving.http.schemas import (
 from serving.http.sentences import said_s
 from serving.http.server import Server
 from serving.http.voice_choice import VoiceChoice
+from serving.http.word_times import AudioWords, WordTimes
 from zoo.request import SOUND_ONLY
 from zoo.text.markdown import spoken
 
@@ -77,6 +79,7 @@ class Speech:
         self.warnings = (*warnings, *voice.warnings)
         self.fields = request.for_engine()
         self.fields.conversation = server.name_of_conversation(request.conversation)
+        self.fields.sentence_gap_s = server.sentence_gap(request, model)
         self.lexicon = server.lexicon(request, model, voice)
         self.is_sse = request.stream_format == "sse"
         try:
@@ -100,6 +103,7 @@ class Speech:
         self.finished: protocol.Finished | None = None
         self.replicas: list[str] = []  # behind a gateway: those that it offered the request to
         self.is_judged = True  # whether its gaps count: they are ours, not waits for the client's text
+        self.words = self.word_times()
         self.is_started = False
         self.has_left = False
         self.is_ended = False
@@ -135,12 +139,18 @@ class Speech:
         await self.prepare_text()
         with (
             self.server.memory.take(self.expected_bytes) as self.memory,
+            self.own_words(),
             self.server.engine.speak(await self.message()) as inbox,
         ):
             self.begin()
             while not self.has_left:
                 message = await inbox.get()
-                if not await self.take(message, send):
+                try:
+                    goes_on = await self.take(message, send)
+                except AlignerFailed as error:
+                    await self.fail(protocol.Failed(self.id, str(error), 503, "aligner_failed"), send)
+                    break
+                if not goes_on:
                     break
                 if isinstance(message, protocol.Audio):  # `take` has waited until the client read enough
                     self.server.engine.heard(self.id, message.frames)
@@ -184,13 +194,13 @@ class Speech:
             case protocol.Audio(pcm=pcm, frames=frames):
                 self.num_frames += frames
                 if pcm:  # empty while the renderer holds everything back
+                    if self.words is not None:
+                        self.words.hear(pcm)
                     await self.take_audio(pcm, send)
             case protocol.Text(text=text) if self.is_sse:  # a file has no place for text
                 await self.send_event(send, TextDelta(text))
-            case protocol.Spoken(text=text, start=start, stop=stop) if self.request.timestamp_granularities:
-                rate_hz = self.model.sample_rate_hz * self.request.speed
-                segment = AudioSegment(text, round(start / rate_hz, 6), round(stop / rate_hz, 6))
-                await self.send_event(send, segment)
+            case protocol.Spoken():
+                await self.take_piece(message, send)
             case protocol.Finished(replicas=replicas):
                 self.replicas = replicas
                 await self.finish(message, send)
@@ -199,7 +209,39 @@ class Speech:
             case protocol.Failed(replicas=replicas):
                 self.replicas = replicas
                 await self.fail(message, send)
+        await self.send_words(send)
         return isinstance(message, protocol.Audio | protocol.Text | protocol.Spoken)
+
+    async def take_piece(self, piece: protocol.Spoken, send: Send) -> None:
+        """Send the times of a piece, and begin to align its words. Raises AlignerFailed."""
+        if self.words is not None:
+            self.words.spoken(piece.text, piece.start, piece.stop)
+        if "segment" in (self.request.timestamp_granularities or ()):
+            rate_hz = self.model.sample_rate_hz * self.request.speed
+            segment = AudioSegment(
+                piece.text, round(piece.start / rate_hz, 6), round(piece.stop / rate_hz, 6)
+            )
+            await self.send_event(send, segment)
+
+    def word_times(self) -> WordTimes | None:
+        """Return what finds the word times. A subclass whose answer is a part of another shares them."""
+        return self.server.word_times(self.request, self.model)
+
+    def own_words(self) -> AbstractContextManager[Any]:
+        """Return what ends with this request."""
+        return self.words or nullcontext()
+
+    async def send_words(self, send: Send) -> None:
+        """Send the words that are aligned. Raises AlignerFailed."""
+        for words in self.words.ready() if self.words is not None else ():
+            await self.send_event(send, AudioWords(words))
+
+    async def send_last_words(self, send: Send) -> None:
+        """Wait for all words, and send them. Raises AlignerFailed."""
+        if self.words is not None:
+            self.words.spoken_whole(self.fields.text)
+            for words in await self.words.rest():
+                await self.send_event(send, AudioWords(words))
 
     async def take_audio(self, pcm: bytes, send: Send) -> None:
         if self.ttfa_s is None:
@@ -218,6 +260,7 @@ class Speech:
         self.num_frames = finished.frames
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
+            await self.send_last_words(send)
             last = event(AudioDone(Usage.of(finished))) if self.is_sse else b""
         else:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)

@@ -12,19 +12,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 from litestar.exceptions import HTTPException
-from litestar.types import Message
+from litestar.types import Message, Send
 
 from serving import protocol
+from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.http.bodies import read_beside
 from serving.http.errors import refusal
-from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
+from serving.http.events import (
+    AudioChunk,
+    AudioDone,
+    AudioHeard,
+    AudioStart,
+    AudioWords,
+    ServerEvent,
+    Timings,
+)
 from serving.http.recordings import digest
 from serving.http.references import LoadedVoice
 from serving.http.schemas import Model, SpeechRequest, Usage
@@ -32,6 +42,7 @@ from serving.http.sentences import MarkdownSentences, PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, PartOfSession
 from serving.http.voice_choice import VoiceChoice
+from serving.http.word_times import Word, WordTimes
 from zoo.request import RequestError
 from zoo.text.pauses import Part, check_total, is_pause, next_part
 from zoo.text.pronunciations import Reader
@@ -73,6 +84,7 @@ class Segment(PartOfSession):
         max_frames: int | None,
         voice: LoadedVoice,
         is_open: bool,
+        words: WordTimes | None,
     ):
         request = msgspec.structs.replace(
             settings.request,
@@ -91,6 +103,25 @@ class Segment(PartOfSession):
         self.loaded, self.is_open, self.is_judged = voice, is_open, not is_open
         self.listening_speed = settings.request.speed  # the utterance's encoder changes the speed
         self.asked = asyncio.Event()
+        self.words = words  # of the whole utterance
+        self.said = text  # with what was fed
+
+    def word_times(self) -> None:
+        """The utterance has them."""
+
+    def own_words(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def take_piece(self, piece: protocol.Spoken, send: Send) -> None:
+        if self.words is not None:
+            self.words.spoken(piece.text, piece.start, piece.stop)
+
+    async def send_words(self, send: Send) -> None:
+        """The utterance sends them."""
+
+    async def send_last_words(self, send: Send) -> None:
+        if self.words is not None:
+            self.words.spoken_whole(self.said)
 
     async def prepare_text(self) -> None:
         """The utterance has prepared it."""
@@ -139,6 +170,9 @@ class Utterance:
         self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0
         self.silence_s = 0.0  # of the pauses so far
         self.was_cut = False  # whether the frame limit ended it
+        self.words = server.word_times(request, model)
+        self.found: list[Word] = []  # all words so far
+        self.spoken: Segment | None = None  # the one that is spoken
         self.voice = settings.loaded
         self.pcm = bytearray()  # of the current segment, if its voice is to be kept
 
@@ -200,7 +234,29 @@ class Utterance:
         else:
             await self._speak_sentences()
         await self._send_audio(await self._encode(self.encoder.finish))
+        if self.words is not None:
+            try:
+                await self._tell_words(await self.words.rest())
+            except AlignerFailed as error:
+                raise refusal(503, str(error), code="aligner_failed") from None
         return self.done()
+
+    async def cut_off(self) -> None:
+        """Send the words of what was spoken when the utterance was cancelled. Raises AlignerFailed."""
+        if self.words is None:
+            return
+        await self._tell_words(await self.words.rest())
+        if self.spoken is not None:
+            await self._tell_words([await self.words.cut_off(self.spoken.said)])
+
+    def close(self) -> None:
+        if self.words is not None:
+            self.words.close()
+
+    async def _tell_words(self, pieces: Iterable[list[Word]]) -> None:
+        for words in filter(None, pieces):
+            self.found += words
+            await self.send_event(AudioWords(self.number, words))
 
     def done(self, reason: str | None = None) -> AudioDone:
         now_s, made = time.perf_counter(), self.frames + self.text_tokens
@@ -219,18 +275,22 @@ class Utterance:
 
     async def _speak_sentences(self) -> None:
         sentences = MarkdownSentences(self.lexicon) if self._is_markdown else Sentences()
-        has_spoken = False
+        gap_s = self.settings.request.sentence_gap_s or 0.0
+        has_spoken = is_behind_sentence = False
         while self.frames_left != 0:
             part = await self.more()
             is_more = part is not None and not is_pause(part)
             for sentence in sentences.more(part.text) if part is not None and is_more else sentences.rest():
                 if self.frames_left != 0:
+                    if is_behind_sentence:
+                        await self._send_silence(gap_s)
                     await self._speak_segment(self._segment(sentence, is_open=False))
-                    has_spoken = True
+                    has_spoken = is_behind_sentence = True
             if part is None:
                 break
             if not is_more:
                 await self._pause(part.silence_s)
+                is_behind_sentence = False
         if not has_spoken:
             raise refusal(400, "the utterance has no text", "text")
 
@@ -293,11 +353,14 @@ class Utterance:
                 break
             text, is_whole = self._of_pass(ending, new.text)
             segment.num_chars += len(text)
+            segment.said += text
             engine.feed(segment.id, text)
         engine.feed(segment.id, "", is_last=True)
 
     def _segment(self, text: str, is_open: bool) -> Segment:
-        return Segment(self.server, self.settings, text, self.seed, self.frames_left, self.voice, is_open)
+        return Segment(
+            self.server, self.settings, text, self.seed, self.frames_left, self.voice, is_open, self.words
+        )
 
     @property
     def frames_left(self) -> int | None:
@@ -306,7 +369,11 @@ class Utterance:
 
     async def _speak_segment(self, segment: Segment) -> None:
         self.pcm.clear()
+        if self.words is not None:
+            self.words.begin_request()
+        self.spoken = segment
         finished = await segment.speak(self._take)
+        self.spoken = None
         self.frames += finished.frames
         self.input_tokens += finished.usage.get("input_tokens", 0)
         self.text_tokens += finished.usage.get("text_tokens", 0)
@@ -342,6 +409,8 @@ class Utterance:
             self.pcm += pcm[: max(room, 0)]
         self.num_samples += len(pcm) // 2
         await self._send_audio(await self._encode(self.encoder.feed, pcm))
+        if self.words is not None:
+            await self._tell_words(self.words.ready())
 
     async def _pause(self, silence_s: float) -> None:
         """Send silence. Raises the refusal."""
@@ -350,8 +419,15 @@ class Utterance:
             check_total(self.silence_s)
         except RequestError as error:
             raise refusal(400, str(error), "text") from None
+        await self._send_silence(silence_s)
+
+    async def _send_silence(self, silence_s: float) -> None:
         num_samples = round(silence_s * self.settings.model.sample_rate_hz)
+        if not num_samples:
+            return
         self.num_samples += num_samples
+        if self.words is not None:
+            self.words.skip(num_samples)
         await self._send_audio(await self._encode(self.encoder.feed, bytes(2 * num_samples)))
 
     async def _encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
@@ -371,3 +447,9 @@ class Utterance:
             await self.send_event(AudioChunk(self.number, base64.b64encode(audio).decode()))
         else:
             await self.send_bytes(audio)
+
+
+def heard(number: int, found: Iterable[Word], played_s: float | None) -> AudioHeard:
+    """Return which words of an utterance had ended after `played_s` seconds; None: after all that was sent."""
+    ended = [each.word for each in found if played_s is None or each.end_s <= played_s]
+    return AudioHeard(number, " ".join(ended), len(ended))

@@ -36,7 +36,7 @@ from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
-from zoo.request import Request
+from zoo.request import MAX_GAP_S, Request
 from zoo.text.markdown import spoken
 from zoo.text.pronunciations import Lexicon, Pronunciation
 
@@ -65,6 +65,7 @@ class Fields(msgspec.Struct, omit_defaults=True):
     speed: Annotated[float, msgspec.Meta(ge=MIN_SPEED, le=MAX_SPEED)] | None = None
     split_text: bool | None = None
     normalize: bool | None = None
+    sentence_gap_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GAP_S)] | None = None
     text_format: Literal["plain", "markdown"] | None = None
     pronunciations: list[Pronunciation] | None = None
 
@@ -81,6 +82,7 @@ PLAIN = (
     "repetition_penalty",
     "split_text",
     "normalize",
+    "sentence_gap_s",
 )
 
 

@@ -78,6 +78,7 @@ def test_http_knows_neither_the_engine_nor_models():
     )
     assert found == set()
     assert {name for _, name in importers("serving.http", "zoo")} <= {
+        "zoo.align.words",
         "zoo.request",
         "zoo.text.markdown",
         "zoo.text.pauses",

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from shell import zoo
+from tiny_aligner import write
 
 from serving import supervisor
 from serving.cli import common, serve_flags
@@ -14,6 +15,8 @@ FLAGS = {
     "--port": "0",
     "--no-playground": None,
     "--grace-s": "1",
+    "--sentence-gap-s": "0.5",
+    "--aligner-device": "cuda",
     "--otel": None,
     "--device": "cpu",
     "--dtype": "bfloat16",
@@ -90,6 +93,7 @@ def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_pat
     keys = tmp_path / "keys.json"
     keys.write_text('[{"name": "a", "key": "b"}]')
     paths = ("--voices-dir", tmp_path / "v", "--pronunciations", words, "--api-keys", keys)
+    paths += ("--aligner", write(tmp_path / "aligner"))
     settings, env = started(f"m={tmp_path}", *given, *paths)
     same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}
     assert not same, f"no flag has changed {same}"

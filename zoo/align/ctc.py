@@ -10,6 +10,7 @@ import numpy as np
 import soxr
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from zoo.align.files import Aligned, check
@@ -98,12 +99,13 @@ class Aligner:
 def load(directory: str | Path, device: str = "cpu") -> Aligner:
     """Load an aligner. Raises ValueError for a directory that is not one, lacks tensors or has others."""
     files = check(directory)
+    transformers.logging.disable_progress_bar()
     kind = getattr(transformers, files.architecture)
     try:
         model, info = kind.from_pretrained(
             files.directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"aligner {directory} cannot be loaded: {str(error).splitlines()[0]}") from None
     for fault, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
         if info[fault]:

@@ -21,7 +21,7 @@ from zoo.request import BLANK, Request, RequestError
 from zoo.text.languages import own_name
 from zoo.text.normalize import normalize
 from zoo.text.pauses import HAS_WORD, MARK, stretches
-from zoo.text.pieces import expected_s, language_of, split
+from zoo.text.pieces import expected_s, language_of, sentences, split
 
 S = TypeVar("S", bound=State)
 NOTHING = "text has no letter and no digit, so there is nothing to speak"
@@ -258,15 +258,17 @@ def understood(request: Request, spec: Spec) -> Request:
 def paced_pieces(request: Request, spec: Spec) -> list[Piece]:
     """Return the pieces to speak one after the other, with the pauses between them. Raises RequestError for a
     text that has nothing to speak, and for pauses that cannot be made."""
+    check_gap(request, spec)
     if request.is_open or not is_spoken(request, spec) or not request.text.strip(BLANK):
         return [Piece(text) for text in pieces_of(request, spec)]
-    if not MARK.search(request.text):
+    if not MARK.search(request.text) and not request.sentence_gap_s:
         if not HAS_WORD.search(request.text):
             raise RequestError("text", NOTHING)
         return [Piece(text) for text in pieces_of(request, spec)]
     if request.turns or request.conversation:
+        field, what = ("text", "a pause") if MARK.search(request.text) else ("sentence_gap_s", "a gap")
         raise RequestError(
-            "text", "text has a pause, which a turn of a conversation cannot make; leave it out"
+            field, f"{field} has {what}, which a turn of a conversation cannot make; leave it out"
         )
     return _with_pauses(request, spec)
 
@@ -279,12 +281,39 @@ def _with_pauses(request: Request, spec: Spec) -> list[Piece]:
     prefix = parts[0].text[: lead.end()] if lead is not None else ""
     whole = replace(request, language=language_of(request)) if request.language is None else request
     pieces: list[Piece] = []
-    for i, part in enumerate(parts):
-        texts = pieces_of(replace(whole, text=prefix + part.text if i else part.text), spec)
-        pieces += [Piece(text) for text in texts]
+    gap = round((request.sentence_gap_s or 0) * spec.sample_rate_hz)
+    for part in parts:
+        for sentence in sentences_of(part.text, whole, spec):
+            texts = pieces_of(replace(whole, text=prefix + sentence if pieces else sentence), spec)
+            pieces += [Piece(text) for text in texts]
+            pieces[-1] = pieces[-1]._replace(after=gap)
         pieces[-1] = pieces[-1]._replace(after=round(part.silence_s * spec.sample_rate_hz))
     pieces[0] = pieces[0]._replace(before=round(begin.silence_s * spec.sample_rate_hz))
     return pieces
+
+
+def check_gap(request: Request, spec: Spec) -> None:
+    """Raise RequestError for a gap between sentences that cannot be made."""
+    if not request.sentence_gap_s:
+        return
+    name = spec.name or f"{spec.family} {spec.variant}"
+    if spec.answers:
+        why = "answers a text instead of speaking it"
+    elif spec.piece_s is None:
+        why = "speaks each text in one pass"
+    elif request.is_open:
+        why = "needs all of the text at once for it"
+    else:
+        return
+    raise RequestError("sentence_gap_s", f"sentence_gap_s is not possible: {name} {why}; leave it out")
+
+
+def sentences_of(text: str, request: Request, spec: Spec) -> list[str]:
+    """Return the sentences between which there are gaps; without gaps, the whole text."""
+    is_whole = spec.unsplit and re.search(spec.unsplit, text)
+    if not request.sentence_gap_s or is_whole:
+        return [text]
+    return [sentence.strip(BLANK) for sentence in sentences(text, language_of(request))]
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:
@@ -337,10 +366,19 @@ class FamilyFolder(Protocol):
         """Write a random checkpoint in the published layout. Raises ValueError, OSError."""
 
 
+class SpokenPiece(NamedTuple):
+    """A piece of a text, and the samples start .. stop of its speech."""
+
+    text: str
+    start: int
+    stop: int
+
+
 @dataclass
 class Speech:
     frames: Tensor  # [F, *frame]
     samples: Tensor  # [N] float32
     sample_rate_hz: int
     text: str = ""  # written by the model
+    pieces: tuple[SpokenPiece, ...] = ()  # of the text, if it is known what each pass said
     tokens: tuple[int, ...] = ()  # of an answer, for a later `Turn`, if the model keeps answers

@@ -23,6 +23,7 @@ from sentencex import segment
 
 from zoo.request import Request
 from zoo.text.languages import ISO
+from zoo.text.pauses import HAS_WORD
 
 # Seconds per character: about 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits
 # and symbols are spoken as words. This is accurate enough to choose where to split, and to notice speech that
@@ -97,6 +98,18 @@ def split(text: str, limit_s: float, language: str = "en") -> list[str]:
         _characters,
     )
     return _split(text, limit_s, levels)
+
+
+def sentences(text: str, language: str = "en") -> list[str]:
+    """Return the sentences of a text; joined, they are the text. One without a letter or a digit belongs to
+    the one before it."""
+    found: list[str] = []
+    for sentence in _kept_whole(text, segment(language, text)):
+        if found and not (HAS_WORD.search(sentence) and HAS_WORD.search(found[-1])):
+            found[-1] += sentence
+        else:
+            found.append(sentence)
+    return found
 
 
 def _split(text: str, limit_s: float, levels: tuple[Callable[[str], list[str]], ...]) -> list[str]:
