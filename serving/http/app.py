@@ -44,6 +44,7 @@ from serving.http.routes.chat import complete
 from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
 from serving.http.routes.links import sign_link, speak_link
 from serving.http.routes.models import list_choices, list_models, one_model
+from serving.http.routes.pronunciations import list_pronunciations, replace_pronunciations
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
@@ -112,7 +113,13 @@ def create_app(
     )
     uploads = Router(
         "/",
-        route_handlers=[voices_options, add_voice, transcribe],
+        route_handlers=[
+            voices_options,
+            add_voice,
+            list_pronunciations,
+            replace_pronunciations,
+            transcribe,
+        ],
         request_max_body_size=limits.upload_body_bytes,
         middleware=[LargeBodies],
     )

@@ -15,7 +15,7 @@ from serving import protocol
 from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.settings import Limits
 from zoo.request import MAX_GAP_S
-from zoo.text.pronunciations import Pronunciation
+from zoo.text.pronunciations import MAX_ENTRIES, Pronunciation
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
 Name = Annotated[str, Meta(max_length=256)]
@@ -395,6 +395,18 @@ class TranscriptionRequest(
     )
 
 
+class PronunciationList(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of PUT /v1/audio/pronunciations."""
+
+    pronunciations: Annotated[
+        Annotated[list[Pronunciation], Meta(max_length=MAX_ENTRIES)],
+        Meta(
+            description='a list of up to 10000 of {"term": "nginx", "say": "engine x"}, each with `language` and '
+            "`voice` if it is for these alone"
+        ),
+    ]
+
+
 def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
     """Return the description of every field, by name."""
     hints = get_type_hints(body, include_extras=True)
@@ -520,6 +532,7 @@ FIELDS = {
     "/v1/audio/speech/url": fields_of(URLRequest),
     "/v1/audio/voices": fields_of(VoiceUpload),
     "/v1/audio/voices/{voice_id}": fields_of(VoiceName),
+    "/v1/audio/pronunciations": fields_of(PronunciationList),
 }
 
 
@@ -727,6 +740,7 @@ BODIES = (
     Choices,
     VoiceList,
     VoiceDeleted,
+    PronunciationList,
     Ready,
     ErrorBody,
 )

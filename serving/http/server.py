@@ -17,6 +17,7 @@ from serving.aligner.client import Aligner
 from serving.api_keys import ApiKey
 from serving.engine_client import Away, EngineClient
 from serving.http.answers import Answers
+from serving.http.dictionary import Dictionary
 from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.keys import Keys, current
 from serving.http.metrics import Metrics
@@ -83,7 +84,7 @@ class Server:
         self.metrics.sessions.set_function(lambda: self.sessions.num_held)
         self.metrics.memory.set_function(lambda: self.memory.num_held)
         self.tracing = tracing
-        self.pronunciations = pronunciations  # of all requests
+        self.dictionary = Dictionary(self.voices.directory, pronunciations)  # of all requests
         self.aligner = aligner
         self.sentence_gap_s = sentence_gap_s  # of requests that do not set it
         self.created = int(time.time())
@@ -186,11 +187,11 @@ class Server:
 
     def lexicon(self, request: SpeechRequest, model: Model, voice: VoiceChoice) -> Lexicon | None:
         """Return the pronunciations of a request; None if there are none."""
-        own = request.pronunciations or ()
-        if not own and not self.pronunciations:
+        own, shared = request.pronunciations or (), self.dictionary.entries
+        if not own and not shared:
             return None
         first = None if request.given_references else next(iter(model.voices), None)
-        return Lexicon.of(own, self.pronunciations, request.language, voice.name or first)
+        return Lexicon.of(own, shared, request.language, voice.name or first)
 
     def sentence_gap(self, request: SpeechRequest, model: Model) -> float | None:
         """Return the silence between the sentences of a request, in seconds. The server's own is for texts of

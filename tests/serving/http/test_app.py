@@ -493,6 +493,7 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/text-to-speech/{voice_id}/stream",
         "/v1/voices",
         "/v2/voices",
+        "/v1/audio/pronunciations",
     }
     assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
     fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]

@@ -1,12 +1,15 @@
 """Pronunciations over HTTP and the WebSocket, with a fake engine."""
 
+import errno
 import json
+import os
 
 import pytest
 from fake_engine import FEEDER, MODEL
 from http_server import Server, error
 from sessions import spoken
 
+from serving.http.dictionary import Dictionary
 from serving.http.schemas import Limits
 
 SHARED = [{"term": "once", "say": "one"}, {"term": "twice", "say": "two", "voice": "ryan"}]
@@ -76,3 +79,78 @@ def test_fed_text_is_replaced_too(server, size):
 def test_wrong_pronunciations_are_refused(server, words, says):
     fault = error(server.speak("a", pronunciations=words), 400)
     assert fault["param"] == "pronunciations" and says in fault["message"]
+
+
+PATH = "/v1/audio/pronunciations"
+
+
+@pytest.fixture
+def uploaded(server):
+    """uploaded(entries) replaces the uploaded list, which is empty afterwards."""
+
+    def uploaded(entries):
+        answer = server.http.put(PATH, json={"pronunciations": entries})
+        assert answer.status_code == 200 and answer.json() == {"pronunciations": entries}
+        assert server.http.get(PATH).json() == {"pronunciations": entries}
+
+    yield uploaded
+    uploaded([])
+
+
+def test_an_uploaded_list_wins_over_the_file_and_a_request_over_both(server, uploaded):
+    uploaded([{"term": "once", "say": "wunce"}, {"term": "Zoo", "say": "zoe", "voice": "vivian"}])
+    server.speak("frames 1 once Zoo")
+    assert asked(server) == "frames 1 wunce zoe"
+    server.speak("frames 1 twice Zoo", voice="ryan")
+    assert asked(server) == "frames 1 two Zoo"
+    server.speak("frames 1 once", pronunciations=[{"term": "once", "say": "1"}])
+    assert asked(server) == "frames 1 1"
+    uploaded([])
+    server.speak("frames 1 once")
+    assert asked(server) == "frames 1 one"
+
+
+def test_an_uploaded_list_holds_for_sessions_and_stays_after_a_restart(server, uploaded):
+    uploaded([{"term": "once", "say": "wunce"}])
+    spoken(server, "frames 1 once more.")
+    assert asked(server) == "frames 1 wunce more."
+    again = Dictionary(server.voices_dir)
+    assert [entry.say for entry in again.entries] == ["wunce"]
+    assert not server.http.get("/v1/audio/voices").json()["data"][2:]  # it is no voice
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"pronunciations": [{"term": ""}]}, "pronunciations"),
+        ({"pronunciations": [{"say": "b"}]}, "pronunciations"),
+        ({"pronunciations": [{"term": "a", "say": "b", "how": "c"}]}, "pronunciations"),
+        ({}, "pronunciations"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused_and_changes_nothing(server, uploaded, body, says):
+    uploaded(OWN)
+    assert says in error(server.http.put(PATH, json=body), 400)["message"]
+    assert server.http.get(PATH).json() == {"pronunciations": OWN}
+
+
+def test_options_names_all_methods(server):
+    assert server.http.options(PATH).headers["allow"] == "GET, HEAD, OPTIONS, PUT"
+
+
+def test_a_full_disk_changes_nothing(server, uploaded, monkeypatch):
+    uploaded(OWN)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    error(server.http.put(PATH, json={"pronunciations": SHARED}), 507)
+    monkeypatch.undo()
+    assert server.http.get(PATH).json() == {"pronunciations": OWN}
+    assert [path.name for path in server.voices_dir.iterdir()] == [".pronunciations.json"]
+
+
+def test_a_damaged_file_is_not_read(tmp_path):
+    (tmp_path / ".pronunciations.json").write_text("[")
+    assert Dictionary(tmp_path).entries == []

@@ -35,6 +35,8 @@ ROUTES = [
     ("DELETE", "/v1/audio/voices/{voice_id}"),
     ("PATCH", "/v1/audio/voices/{voice_id}"),
     ("GET", "/v1/audio/voices/{voice_id}/preview"),
+    ("GET", "/v1/audio/pronunciations"),
+    ("PUT", "/v1/audio/pronunciations"),
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/metrics"),

@@ -1,0 +1,29 @@
+"""The route of uploaded pronunciations."""
+
+from __future__ import annotations
+
+import asyncio
+
+from litestar import get, put
+from litestar.openapi.datastructures import ResponseSpec
+
+from serving.http.schemas import ErrorBody, PronunciationList
+from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
+from serving.http.uploads import refusals
+
+NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
+
+
+@get("/v1/audio/pronunciations", responses=REFUSALS)
+async def list_pronunciations(server: Server) -> PronunciationList:
+    """List the pronunciations that were uploaded, but not those of the server's own file."""
+    return PronunciationList(server.dictionary.uploaded)
+
+
+@put("/v1/audio/pronunciations", responses={400: WRONG, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})
+async def replace_pronunciations(data: PronunciationList, server: Server) -> PronunciationList:
+    """Replace the uploaded pronunciations. They hold for all requests that begin from now on, and stay when the
+    server is started again. An empty list removes them."""
+    with refusals():
+        await asyncio.to_thread(server.dictionary.replace, data.pronunciations)
+    return PronunciationList(server.dictionary.uploaded)
