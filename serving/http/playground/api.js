@@ -64,13 +64,14 @@ export async function listed(path) {
 
 /**
  * Request speech. Yields {type: "start", sampleRate}, then {type: "audio", samples} (Float32Array) and {type: "text", text} as they
- * arrive, and {type: "done", usage} at the end. Throws ApiError.
+ * arrive, {type: "words", words} for each piece of the text if `hasWords`, and {type: "done", usage} at the end. Throws ApiError.
  */
-export async function* speech(body, signal) {
+export async function* speech(body, signal, { hasWords = false } = {}) {
+  const times = hasWords ? { timestamp_granularities: ["word"] } : {};
   const answer = await ask("v1/audio/speech", {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, response_format: "pcm", stream_format: "sse" }),
+    body: JSON.stringify({ ...body, ...times, response_format: "pcm", stream_format: "sse" }),
     signal,
   });
   yield { type: "start", sampleRate: Number(answer.headers.get("x-sample-rate")) };
@@ -82,6 +83,9 @@ export async function* speech(body, signal) {
         break;
       case "speech.text.delta":
         yield { type: "text", text: event.delta };
+        break;
+      case "speech.audio.words":
+        yield { type: "words", words: event.words };
         break;
       case "speech.audio.done":
         yield { type: "done", usage: event.usage };

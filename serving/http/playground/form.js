@@ -47,6 +47,8 @@ export class Form {
     const designs = model.modes.includes("design");
     hide("instructions", !designs && !model.modes.includes("instruct"));
     $("instructions-label").textContent = designs ? "Describe the voice" : "How to speak";
+    hide("sentence_gap_s", model.piece_s === null);
+    hide("words", !model.timestamp_granularities.includes("word"));
     $("input").maxLength = model.max_text_chars;
     this.onChange();
   }
@@ -86,6 +88,20 @@ export class Form {
     }
     if (this.isRecording && this.recording.base64) body.ref_audio = this.recording.base64;
     return body;
+  }
+
+  /** Whether the answer should have word times. */
+  get hasWords() {
+    return !$("words-wanted").closest("[hidden]") && $("words-wanted").checked;
+  }
+
+  /** Puts a mark into the text, where the cursor is. */
+  insert(mark) {
+    const { selectionStart: start, selectionEnd: end, value } = $("input");
+    const space = start && !/\s$/.test(value.slice(0, start)) ? " " : "";
+    $("input").setRangeText(`${space}${mark} `, start, end, "end");
+    $("input").dispatchEvent(new Event("input", { bubbles: true }));
+    $("input").focus();
   }
 
   /** The name of the file with ref_audio. */

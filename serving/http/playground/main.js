@@ -5,11 +5,13 @@ import { curl, python } from "./code.js";
 import { Form } from "./form.js";
 import { Take } from "./take.js";
 import { Wave } from "./wave.js";
+import { Words } from "./words.js";
 
 const POLL_MS = 1000;
 const IS_MAC = navigator.platform.startsWith("Mac");
 const $ = (id) => document.getElementById(id);
 const wave = new Wave($("wave"));
+const words = new Words($("words"));
 const form = new Form(showCode);
 const page = { take: null, isReady: false, isSpeaking: false, needsKey: Boolean(key.get()) };
 page.contexts = new Map(); // AudioContexts, by sample rate
@@ -56,10 +58,11 @@ async function speak() {
   const body = form.body();
   body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   const take = (page.take = new Take(body, form.version));
-  const answer = speech(body, take.aborter.signal);
+  const answer = speech(body, take.aborter.signal, { hasWords: form.hasWords });
   const first = answer.next(); // sends the request before the audio output starts, which takes a moment
   const context = contextOf(form.model.sample_rate_hz); // within the click, because browsers allow sound only after one
   wave.clear();
+  words.clear();
   page.isSpeaking = true;
   showTake();
   showCode();
@@ -86,6 +89,9 @@ function handle(event, take, context) {
       break;
     case "text":
       take.text += event.text;
+      break;
+    case "words":
+      words.add(event.words);
       break;
     case "done":
       take.finish();
@@ -139,6 +145,7 @@ function follow() {
   cancelAnimationFrame(page.frame);
   if (!page.isSpeaking) return;
   wave.moveTo(page.take.positionS);
+  words.moveTo(page.take.positionS);
   page.frame = requestAnimationFrame(follow);
 }
 
@@ -214,6 +221,7 @@ $("keep-seed").addEventListener("click", () => {
   showCode();
   $("seed").focus();
 });
+$("pause").addEventListener("click", () => form.insert("[pause:1s]"));
 $("copy").addEventListener("click", copy);
 $("form").addEventListener("submit", (event) => event.preventDefault());
 $("key-form").addEventListener("submit", (event) => {
