@@ -10,6 +10,7 @@ import typer
 # isort: off
 from serving.cli import serve as serve
 from serving.cli import say as say
+from serving.cli import chat as chat
 from serving.cli import batch as batch
 from serving.cli import audiobook as audiobook
 from serving.cli import tools as tools

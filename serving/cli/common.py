@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "serve",
     "say",
+    "chat",
     "batch",
     "audiobook",
     "voices",

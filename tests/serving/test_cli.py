@@ -73,7 +73,7 @@ def test_help_appears_quickly():
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "say", "batch", "load", "wyoming", "inspect", "demo-checkpoint", "voices"]
+    "command", ["serve", "say", "chat", "batch", "load", "wyoming", "inspect", "demo-checkpoint", "voices"]
 )
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")

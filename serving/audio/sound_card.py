@@ -1,0 +1,52 @@
+"""The microphone and the speakers of this machine, by the package sounddevice (extra `microphone`)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+RATE_HZ = 24_000
+MAX_S = 60.0
+
+
+def problem() -> str | None:
+    """Return why there is no sound, or None if there is."""
+    try:
+        sounddevice = importlib.import_module("sounddevice")
+        sounddevice.check_output_settings(samplerate=RATE_HZ, channels=1)
+    except ImportError:
+        return "that needs the package sounddevice: pip install 'speechzoo[microphone]'"
+    except OSError as error:  # of the package, without its library
+        return f"{error} (apt install libportaudio2)"
+    except ValueError as error:
+        return f"there is no sound device: {error}"
+    except sounddevice.PortAudioError as error:
+        return f"there is no sound device: {error}"
+    return None
+
+
+def record(until: Callable[[], Any]) -> np.ndarray:
+    """Record until the function returns -> samples [N] float32, at most MAX_S. Raises ValueError without a
+    microphone."""
+    sounddevice = importlib.import_module("sounddevice")
+    chunks: list[np.ndarray] = []
+
+    def take(chunk: np.ndarray, *_: object) -> None:
+        if sum(map(len, chunks)) < MAX_S * RATE_HZ:
+            chunks.append(chunk[:, 0].copy())
+
+    try:
+        stream = sounddevice.InputStream(samplerate=RATE_HZ, channels=1, dtype="float32", callback=take)
+    except sounddevice.PortAudioError as error:
+        raise ValueError(f"the microphone cannot be used: {error}") from None
+    with stream:
+        until()
+    return np.concatenate([np.zeros(0, np.float32), *chunks])
+
+
+def play(samples: np.ndarray, rate_hz: int) -> None:
+    """Play samples [N] to their end."""
+    importlib.import_module("sounddevice").play(samples, rate_hz, blocking=True)
