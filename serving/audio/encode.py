@@ -1,7 +1,7 @@
 """Encode samples as a file that is sent while it is made: ten formats, chunk by chunk, at the model's own
 rate or at a requested one.
 
-    int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only if needed)
+    int16 chunk ─ stretch ─ level ─ resample ─ encode ─ bytes        (each step only if needed)
 
 The length of a stream is not known when it begins, so WAV and FLAC headers leave it open and MP3 has no
 header with lengths. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up
@@ -20,6 +20,7 @@ import av
 import numpy as np
 import soxr
 
+from serving.audio.loudness import Leveler, leveled
 from serving.audio.pcm import pcm16, wav_header
 from serving.audio.speed import Stretch, stretched
 
@@ -114,7 +115,7 @@ class Encoder:
     are ready, perhaps none. `finish` returns the rest.
 
     `sample_rate_hz` is the rate that the file decodes to. Calls may come from any thread, one at a time.
-    bit_rate: in bits a second, of a format that `has_bit_rate`.
+    bit_rate: in bits a second, of a format that `has_bit_rate`. loudness: in LUFS; None leaves it as it is.
     Raises ValueError for a rate that the format does not support.
     """
 
@@ -125,13 +126,16 @@ class Encoder:
         asked_hz: int | None = None,
         speed: float = 1.0,
         bit_rate: int | None = None,
+        loudness: float | None = None,
     ):
         self._form = FORMATS[name]
         self._rate_hz = self._form.codec_hz(model_hz, asked_hz)
         self._bit_rate = bit_rate
         self.sample_rate_hz = self._form.decoded_hz or self._rate_hz
         self._stretch = None if speed == 1 else Stretch(model_hz, speed)
-        self.is_light = not (self._form.codec or self._stretch)  # takes microseconds, so needs no thread
+        self._leveler = None if loudness is None else Leveler(model_hz, loudness)
+        # takes microseconds, so needs no thread
+        self.is_light = not (self._form.codec or self._stretch or self._leveler)
         self._resampler = (
             None
             if self._rate_hz == model_hz
@@ -144,10 +148,18 @@ class Encoder:
     def feed(self, pcm: bytes) -> bytes:
         if self._stretch is not None:
             pcm = self._stretch.feed(pcm)
+        if self._leveler is not None:
+            pcm = self._leveler.feed(pcm)
         return self._encode(self._resample(pcm))
+
+    def flush(self) -> bytes:
+        """Return what was held back to measure the loudness, because more speech may not come for a while."""
+        return b"" if self._leveler is None else self._encode(self._resample(self._leveler.flush()))
 
     def finish(self) -> bytes:
         last = b"" if self._stretch is None else self._stretch.finish()
+        if self._leveler is not None:
+            last = self._leveler.feed(last) + self._leveler.finish()
         rest = self._encode(self._resample(last, last=True))
         return rest + self._codec.finish() if self._codec else rest
 
@@ -174,11 +186,12 @@ def file(
     asked_hz: int | None = None,
     speed: float = 1.0,
     bit_rate: int | None = None,
+    loudness: float | None = None,
 ) -> bytes:
     """Return complete speech as a whole file, whose header has the true length. Raises ValueError for a rate
     that the format does not support."""
     form = FORMATS[name]
-    pcm = stretched(pcm, model_hz, speed)
+    pcm = leveled(stretched(pcm, model_hz, speed), model_hz, loudness)
     rate_hz = form.codec_hz(model_hz, asked_hz)
     if rate_hz != model_hz:
         pcm = pcm16(

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from serving.cli.batch import EngineFlags, defaults_of, made, summary
 from serving.cli.common import SpeechModel, app
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags
+from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, RequestFlags
 from zoo import SMALL_VOICE
 from zoo.text.pronunciations import read_file
 
@@ -33,6 +33,7 @@ def audiobook(
     model: SpeechModel = str(SMALL_VOICE),
     pronunciations: Pronunciations = None,
     asked: RequestFlags,
+    loudness: Loudness = None,
     options: ModelOptions = [],  # noqa: B006
     running: EngineFlags,
 ) -> int:
@@ -52,7 +53,7 @@ def audiobook(
     if out.suffix.lower() not in tool.CODECS:
         raise ValueError(f"{out} must end in one of: {', '.join(tool.CODECS)}")
     read = read_book(book)
-    items = tool.items_of(read, defaults_of(asked))
+    items = tool.items_of(read, defaults_of(asked, loudness))
     words = [] if pronunciations is None else read_file(pronunciations)
     parts = Results(out.with_name(f"{out.name}.parts"))
     with parts.held():

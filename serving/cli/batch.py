@@ -24,7 +24,7 @@ from serving.cli.common import (
     recording,
 )
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags
+from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, RequestFlags
 from serving.cli.say import parsed_option
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
@@ -83,6 +83,7 @@ def batch(
         Option("--format", help="Every file has this format."),
     ] = "wav",
     asked: RequestFlags,
+    loudness: Loudness = None,
     pronunciations: Pronunciations = None,
     options: ModelOptions = [],  # noqa: B006
     running: EngineFlags,
@@ -98,7 +99,7 @@ def batch(
     """
     from serving.tools import batch as tool
 
-    items = tool.read_items(lines, defaults_of(asked))
+    items = tool.read_items(lines, defaults_of(asked, loudness))
     results = tool.Results(out)
     words = [] if pronunciations is None else read_file(pronunciations)
     with results.held():
@@ -154,9 +155,9 @@ def summary(tally: Tally) -> str:
     return f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} found, {tally.failed} failed{end}"
 
 
-def defaults_of(asked: RequestFlags) -> dict[str, Any]:
+def defaults_of(asked: RequestFlags, loudness: float | None) -> dict[str, Any]:
     """Return the fields that a line has if it does not set them itself."""
-    given = asdict(asked)
+    given = asdict(asked) | {"loudness": loudness}
     if asked.reference is not None:
         given["reference"] = str(asked.reference.resolve())
     if asked.speed == 1:

@@ -18,6 +18,14 @@ TextFormat = Annotated[
     Literal["plain", "markdown"],
     Option(help="markdown leaves marks, addresses of links, images, emoji and blocks of code unspoken."),
 ]
+Loudness = Annotated[
+    float | None,
+    Option(
+        min=-36,
+        max=-8,
+        help="Every file has this loudness in LUFS (EBU R128), such as -16. Default: that of the model's speech.",
+    ),
+]
 Pronunciations = Annotated[
     Path | None,
     Option(

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from serving.cli.common import Device, DType, SpeechModel, Weights, app, fail, plural, recording
 from serving.cli.flags import with_groups
-from serving.cli.request_flags import ModelOptions, Pronunciations, RequestFlags, TextFormat
+from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, RequestFlags, TextFormat
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 from zoo.text.pronunciations import Lexicon, read_file
@@ -71,6 +71,7 @@ def say(
         ),
     ] = False,
     text_format: TextFormat = "plain",
+    loudness: Loudness = None,
     pronunciations: Pronunciations = None,
     subtitles: Annotated[
         Path | None,
@@ -133,7 +134,7 @@ def say(
         sentence_gap_s=asked.sentence_gap_s,
         options=dict(parsed_option(option, family.spec) for option in options),
     )
-    speech = speak_into(out, form, family, request, asked.speed)
+    speech = speak_into(out, form, family, request, asked.speed, loudness)
     if subtitles is not None and aligner is not None:
         from serving.tools.subtitles import write
 
@@ -141,8 +142,11 @@ def say(
     return 0
 
 
-def speak_into(out: Path, form: str, family: Family[Any], request: Request, speed: float) -> Speech:
-    """Speak into a file, and print how long it took. Return the speech at its own speed. Raises ValueError for what the model refuses."""
+def speak_into(
+    out: Path, form: str, family: Family[Any], request: Request, speed: float, loudness: float | None
+) -> Speech:
+    """Speak into a file, and print how long it took. Return the speech at its own speed. Raises ValueError for
+    what the model refuses."""
     import zoo
     from serving.audio import encode
     from serving.audio.pcm import pcm16
@@ -157,7 +161,7 @@ def speak_into(out: Path, form: str, family: Family[Any], request: Request, spee
     if not len(speech.samples):
         fail(NO_AUDIO, 1)
     pcm = pcm16(speech.samples.numpy())
-    out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed))
+    out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed, loudness=loudness))
     audio_s = len(speech.samples) / speech.sample_rate_hz / speed
     frames = f"{plural(len(speech.frames), 'frame')}, {audio_s:.2f} s of audio"
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")

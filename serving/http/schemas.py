@@ -12,6 +12,7 @@ from litestar.datastructures import UploadFile
 from msgspec import Meta
 
 from serving import protocol
+from serving.audio.loudness import MAX_LUFS, MIN_LUFS
 from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.settings import Limits
 from zoo.request import MAX_GAP_S
@@ -130,6 +131,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Meta(
             description="the bits per second of mp3, opus, webm, aac or m4a, an integer from 8000 to 192000; the "
             "codec takes the nearest that it has; default: 96000, or less at low sample rates"
+        ),
+    ] = None
+    loudness: Annotated[
+        Annotated[float, Meta(ge=MIN_LUFS, le=MAX_LUFS)] | None,
+        Meta(
+            description="the loudness of the speech in LUFS (EBU R128), a number from -36 to -8, such as -16; a file "
+            "has exactly that, and a stream follows it; default: the loudness of the model's own speech"
         ),
     ] = None
     speed: Annotated[

@@ -89,6 +89,7 @@ class Speech:
                 request.sample_rate,
                 request.speed,
                 request.bit_rate,
+                request.loudness,
             )
         except ValueError as error:
             raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
@@ -181,7 +182,8 @@ class Speech:
             self.encoder.sample_rate_hz,
             self.request.speed,
         )
-        num_copies = 1 if speed == 1 and rate_hz == model_hz else 3
+        is_plain = speed == 1 and rate_hz == model_hz and self.request.loudness is None
+        num_copies = 1 if is_plain else 3
         return int(pcm_bytes * (1 + num_copies * (1 + rate_hz / model_hz) / speed))
 
     def begin(self) -> None:
@@ -330,6 +332,7 @@ class Speech:
             self.request.sample_rate,
             self.request.speed,
             self.request.bit_rate,
+            self.request.loudness,
         )
 
     async def send_audio(self, send: Send, audio: bytes) -> None:

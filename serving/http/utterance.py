@@ -94,6 +94,7 @@ class Segment(PartOfSession):
             response_format="pcm",
             sample_rate=None,
             speed=1.0,
+            loudness=None,
             stream=True,
         )
         options = dict(settings.options)
@@ -157,6 +158,7 @@ class Utterance:
             request.sample_rate,
             request.speed,
             request.bit_rate,
+            request.loudness,
         )
         self.began_s = time.perf_counter()
         self.ended_s: float | None = None  # when its text was complete
@@ -378,6 +380,8 @@ class Utterance:
         self.input_tokens += finished.usage.get("input_tokens", 0)
         self.text_tokens += finished.usage.get("text_tokens", 0)
         self.was_cut |= finished.reason == "length"
+        if self.settings.request.loudness is not None:  # the next text may be late
+            await self._send_audio(await self._encode(self.encoder.flush))
         await self._keep_voice(segment)
 
     async def _keep_voice(self, segment: Segment) -> None:

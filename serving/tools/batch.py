@@ -31,6 +31,7 @@ import numpy as np
 
 from compile_cache import threads
 from serving.audio import encode
+from serving.audio.loudness import MAX_LUFS, MIN_LUFS
 from serving.audio.pcm import pcm16
 from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
@@ -63,6 +64,7 @@ class Fields(msgspec.Struct, omit_defaults=True):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     speed: Annotated[float, msgspec.Meta(ge=MIN_SPEED, le=MAX_SPEED)] | None = None
+    loudness: Annotated[float, msgspec.Meta(ge=MIN_LUFS, le=MAX_LUFS)] | None = None
     split_text: bool | None = None
     normalize: bool | None = None
     sentence_gap_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GAP_S)] | None = None
@@ -368,7 +370,9 @@ class Batch:
         name = f"{item.id}.{self.form}"
         speed = item.fields.speed or 1.0
         try:
-            self.results.write(name, encode.file(self.form, pcm16(samples), rate_hz, speed=speed))
+            loudness = item.fields.loudness
+            data = encode.file(self.form, pcm16(samples), rate_hz, speed=speed, loudness=loudness)
+            self.results.write(name, data)
         except OSError as error:
             return self.end(item, {"error": f"{name} cannot be written: {error.strerror}"})
         result = {

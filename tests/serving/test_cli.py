@@ -17,6 +17,7 @@ import soundfile
 import torch
 from shell import ROOT
 
+from serving.audio.loudness import loudness_of
 from serving.cli.common import COMMANDS, plural, print_numbers
 from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
@@ -346,6 +347,14 @@ def test_say_speaks_at_the_given_speed(zoo, checkpoint, tmp_path):
     assert say("--speed", 1) == say()
     assert len(say("--speed", 2)) - 44 == (len(say()) - 44) // 2
     assert "--speed" in refused(zoo("say", "Hello.", "-m", checkpoint, "--speed", 5))
+
+
+def test_say_speaks_at_the_given_loudness(zoo, checkpoint, tmp_path):
+    out = tmp_path / "out.pcm"
+    fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 8]
+    assert zoo("say", "Hello.", *fields, "--loudness", -20).returncode == 0
+    assert loudness_of(out.read_bytes(), 24000) == pytest.approx(-20, abs=0.2)
+    assert "--loudness" in refused(zoo("say", "Hello.", "-m", checkpoint, "--loudness", 0))
 
 
 def test_say_normalizes_and_splits_texts_if_asked(zoo, checkpoint, tmp_path):

@@ -18,6 +18,7 @@ from models import directory
 from shell import ROOT
 from toy import Toy
 
+from serving.audio.loudness import loudness_of
 from serving.engine.engine import Engine
 from serving.tools import batch
 from serving.tools.batch import Batch, Item, Results, Tally, read_items
@@ -306,21 +307,41 @@ def test_the_command(tmp_path):
     assert shell.zoo("batch", tmp_path / "none", out, "-m", model).returncode == 2
 
 
+def test_a_wrong_loudness_is_an_error_of_its_line(run):
+    tally = run({"text": "Hello.", "loudness": 3}, {"text": "Hello."})
+    assert (tally.failed, tally.made) == (0, 1)
+    assert "`float` <= -8.0" in read_items(run.path, {})[0].error
+
+
 @pytest.mark.slow
-def test_the_small_voice_speaks_a_batch_at_the_given_speeds(tmp_path):
+def test_the_small_voice_speaks_a_batch_at_the_given_speeds_and_loudness(tmp_path):
     """Double speed halves the length, and a speed out of range is an error of its line."""
     path = lines(
         tmp_path / "in.jsonl",
         {"text": "Hello.", "id": "fast"},
-        {"text": "Hello.", "id": "plain", "speed": 1},
+        {"text": "Hello.", "id": "plain", "speed": 1, "loudness": -30},
         {"text": "Hello.", "id": "wrong", "speed": 9},
     )
-    how = ("--no-compile", "--device", "cpu", "--max-new-tokens", 25, "--seed", 1, "--speed", 2)
+    how = (
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        25,
+        "--seed",
+        1,
+        "--speed",
+        2,
+        "--loudness",
+        -20,
+    )
     done = shell.zoo("batch", path, tmp_path / "out", *how)
     assert done.returncode == 1 and "2 made" in done.stdout, done
     found = results(tmp_path / "out")
     assert found["fast"]["audio_s"] == pytest.approx(found["plain"]["audio_s"] / 2)
-    for id in ("fast", "plain"):
+    for id, lufs in (("fast", -20), ("plain", -30)):
+        samples, rate_hz = soundfile.read(tmp_path / "out" / f"{id}.wav", dtype="int16")
+        assert loudness_of(samples.tobytes(), rate_hz) == pytest.approx(lufs, abs=0.2)
         heard_s = soundfile.info(tmp_path / "out" / f"{id}.wav").duration
         assert heard_s == pytest.approx(found[id]["audio_s"], abs=0.06)
     assert "speed" in found["000003"]["error"]
