@@ -80,4 +80,8 @@ def _clip(clip: AudioClip, path: Path) -> str:
 
 
 def _reference(reference: Reference, path: Path) -> dict[str, Any]:
-    return {"clip": _clip(reference.clip, path), "transcript": reference.transcript, "speaker": reference.speaker}
+    return {
+        "clip": _clip(reference.clip, path),
+        "transcript": reference.transcript,
+        "speaker": reference.speaker,
+    }
