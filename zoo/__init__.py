@@ -88,6 +88,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     keeps_bf16: bool = False,
     device_map: Mapping[str, str] | None = None,
+    chunked: bool = False,
 ) -> Family:
     """Load a model (see `find`) with its weights. Raises ValueError.
 
@@ -96,7 +97,8 @@ def load(
     families that take one. keeps_bf16: a float32 model on a CPU keeps large weights that are published in
     bf16 as they are. It computes the same numbers with half the memory, and is slow until
     `zoo.nn.packed.pack`. device_map: layers (`serving.engine.memory.device_map.layers`) that lie on another
-    device, such as {"talker.layers.3": "cpu"}, and are copied to the model's before they run.
+    device, such as {"talker.layers.3": "cpu"}, and are copied to the model's before they run. chunked: see
+    `Family.render_in_chunks`.
     """
     import torch
 
@@ -125,10 +127,13 @@ def load(
     is_kept = keeps_bf16 and where.type != "cuda" and adapter is None
     with bf16_kept() if is_kept else nullcontext():
         if not device_map:
-            return family.load(path, where, *arguments)
-        with placing(family.load(path, torch.device("meta"), *arguments), device_map):
             loaded = family.load(path, where, *arguments)
-    dispatch(loaded, where, device_map)
+        else:
+            with placing(family.load(path, torch.device("meta"), *arguments), device_map):
+                loaded = family.load(path, where, *arguments)
+            dispatch(loaded, where, device_map)
+    if chunked:
+        loaded.render_in_chunks()
     return loaded
 
 

@@ -107,6 +107,15 @@ Weights = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Chunked = Annotated[
+    bool,
+    Option(
+        "--chunked",
+        help="A model that renders whole speeches (Chatterbox) renders them in chunks of a second: first audio "
+        "comes earlier, the samples differ, and there is more work.",
+        rich_help_panel=MODEL,
+    ),
+]
 MaxSlots = Annotated[
     int | None,
     Option(

@@ -24,6 +24,7 @@ from serving.cli.common import (
     MODEL,
     REPLICAS,
     SECURITY,
+    Chunked,
     Codec,
     Compile,
     Device,
@@ -69,6 +70,7 @@ class Model:
     dtype: DType = None
     device_map: DeviceMap = None
     weights: Weights = "published"
+    chunked: Chunked = False
     codec: Codec = "float32"
     deterministic: Annotated[
         bool,
@@ -162,6 +164,7 @@ class Model:
             self.dtype,
             self.device_map,
             self.weights,
+            self.chunked,
             self.codec,
             self.deterministic,
             self.compile,

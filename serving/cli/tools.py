@@ -14,6 +14,7 @@ from typer import Argument, Option
 from serving.cli.common import (
     MODEL,
     AsJson,
+    Chunked,
     Codec,
     Compile,
     Device,
@@ -212,6 +213,7 @@ def warm(
     device: Device = None,
     dtype: DType = None,
     weights: Weights = "published",
+    chunked: Chunked = False,
     codec: Codec = "float32",
     deterministic: Annotated[
         bool,
@@ -246,6 +248,7 @@ def warm(
         device=device,
         dtype=dtype,
         weights=weights,
+        chunked=chunked,
         max_slots=max_slots,
         kv_memory_bytes=kv_memory_bytes,
         policy=policy,

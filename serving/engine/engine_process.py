@@ -72,7 +72,8 @@ def main() -> None:
     try:
         max_slots, kv_memory_bytes = sizes(options)
         devices = placement(options, max_slots, kv_memory_bytes)
-        families = load(options.models, options.device, options.dtype, partial(tell, "loading"), devices)
+        told = partial(tell, "loading")
+        families = load(options.models, options.device, options.dtype, told, devices, options.chunked)
         # The hooks that copy a layer change its tensors, which a graph would hold.
         is_compiled = options.compile and not devices
         for name, family in families.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import structlog
 import torch
@@ -29,8 +30,9 @@ def load(
     dtype: str | None,
     progress: Callable[[float, str], None],
     devices: Mapping[str, str] | None = None,
+    chunked: bool = False,
 ) -> dict[str, Family]:
-    """Load all models or none. devices: see `placement`. Raises ValueError, which names the directory to
+    """Load all models or none. devices: see `placement`; chunked: see `zoo.load`. Raises ValueError, which names the directory to
     blame if there are several."""
 
     @contextmanager
@@ -49,7 +51,8 @@ def load(
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")
         with of(name):
-            family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=True, device_map=devices)
+            how: dict[str, Any] = {"keeps_bf16": True, "device_map": devices, "chunked": chunked}
+            family = zoo.load(directory, device, dtype, **how)
             family.spec = replace(family.spec, name=f"model {name!r}")  # in messages to clients
             families[name] = family
     return families
@@ -64,9 +67,15 @@ def sizes(options: Options) -> tuple[int, int | None]:
     if options.device_map is not None:
         return options.max_slots or PLACED_SLOTS, options.kv_memory_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
-    shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
+    shapes = shapes_of(options, options.dtype or "bfloat16")
     slots, kv_memory_bytes = fit(shapes, room, options.max_slots)
     return slots, kv_memory_bytes if options.kv_memory_bytes is None else options.kv_memory_bytes
+
+
+def shapes_of(options: Options, dtype: str, keeps_bf16: bool = False) -> list[Family]:
+    """Return the models without memory."""
+    paths = options.models.values()
+    return [zoo.load(path, "meta", dtype, keeps_bf16, chunked=options.chunked) for path in paths]
 
 
 def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:
@@ -98,7 +107,7 @@ def cpu_slots(options: Options) -> int:
     if options.policy != "throughput":
         return CPU_SLOTS
     dtype = options.dtype or "float32"
-    shapes = [zoo.load(path, "meta", dtype, keeps_bf16=True) for path in options.models.values()]
+    shapes = shapes_of(options, dtype, keeps_bf16=True)
     try:
         slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
     except ValueError:  # not even one: loading says what is possible

@@ -13,6 +13,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str | None = None
     device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
     weights: str = "published"  # on a CPU: "published" or "int8"
+    chunked: bool = False  # models that render whole speeches render them in chunks
     # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
     max_slots: int | None = None
     kv_memory_bytes: int | None = None

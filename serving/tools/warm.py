@@ -25,7 +25,7 @@ def warm(
     each model. Raises ValueError."""
     began_s = time.perf_counter()
     max_slots, kv_memory_bytes = sizes(options)
-    families = load(options.models, options.device, options.dtype, progress)
+    families = load(options.models, options.device, options.dtype, progress, chunked=options.chunked)
     prepare_for_host(*families.values(), weights=options.weights)
     engine = Engine(
         families,

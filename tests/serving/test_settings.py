@@ -50,6 +50,7 @@ FLAGS = {
     "--max-session-idle": "20",
     "--api-key": "sk-a",
     "--weights": "int8",
+    "--chunked": None,
     "--device-map": "auto",
     "--private-metrics": None,
     "--speech-urls": None,

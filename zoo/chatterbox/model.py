@@ -4,7 +4,8 @@
              │ row of the last code,                           │ head, guidance,      │ flow and vocoder over
              │ the same for both lanes                         │ sampling             │ the whole speech
 
-The flow is not causal, so a speech is rendered when it ends. Long texts are spoken in short pieces.
+The flow is not causal, so a speech is rendered when it ends. Long texts are spoken in short pieces. In chunks
+(`render_in_chunks`), the flow runs over all codes so far for each chunk, and the vocoder carries its past.
 Source: chatterbox-tts 0.1.7, models/t3/t3.py, models/s3gen/s3gen.py.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from zoo.chatterbox.config import END, Config
 from zoo.chatterbox.flow import Flow
 from zoo.chatterbox.prompt import PromptWriter
 from zoo.chatterbox.sampling import draw_after_penalty, draw_before_penalty
-from zoo.chatterbox.strategy import MAX_FRAMES, STRATEGY
+from zoo.chatterbox.strategy import AHEAD, MAX_FRAMES, STRATEGY, chunks
 from zoo.chatterbox.t3 import T3
 from zoo.chatterbox.watermark import marked
 from zoo.check import check
@@ -32,6 +34,7 @@ from zoo.nn.conv import CodecState
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
+from zoo.nn.s3.carried import heard
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.hift import Place
 from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
@@ -62,7 +65,7 @@ class VoiceRows:
 class ChatterboxState(State):
     """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], whether a watermark is
     wanted [S+1], and the voice as the flow reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel
-    [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]."""
+    [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]. For chunks also what the vocoder carries (`Carried`)."""
 
     temperature: Tensor
     min_p: Tensor
@@ -77,6 +80,9 @@ class ChatterboxState(State):
     prompt: Tensor
     prompt_mel: Tensor
     timbre: Tensor
+    vocoder: Tensor
+    phase: Tensor
+    num_heard: Tensor
 
     def __init__(self, family: Chatterbox, slots: int, max_frames: int):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
@@ -94,6 +100,10 @@ class ChatterboxState(State):
         self.add("prompt", MAX_PROMPT, dtype=torch.int64)
         self.add("prompt_mel", TOKEN_FRAMES * MAX_PROMPT, MELS, dtype=mel_dtype)
         self.add("timbre", family.config.flow.speaker, default=1, dtype=mel_dtype)
+        if family.is_chunked:
+            self.add("vocoder", family.vocoder.layout.size, dtype=mel_dtype)
+            self.add("phase", family.config.vocoder.harmonics, dtype=torch.float64)
+            self.add("num_heard", dtype=torch.int64)
 
 
 class Chatterbox(Family[ChatterboxState]):
@@ -116,6 +126,14 @@ class Chatterbox(Family[ChatterboxState]):
         self.writer, self.voice, self.cloner = writer, voice, cloner
         self.dtype, self.device = dtype_of(t3.head), t3.head.weight.device
         self.voice_rows: References[VoiceRows] = References()
+        self.is_chunked = False
+
+    def render_in_chunks(self) -> None:
+        self.is_chunked = True
+        options = tuple(option for option in self.spec.options if option.name != "watermark")
+        self.spec = replace(
+            self.spec, window=chunks(self.spec.max_frames, self.vocoder.plan.lag), options=options
+        )
 
     # on the host, outside the engine's loop
 
@@ -229,17 +247,20 @@ class Chatterbox(Family[ChatterboxState]):
         return draw_after_penalty(logits, seen, penalty, temperature, state.min_p[slots], top_p, noise)
 
     def render(self, state: ChatterboxState, view: View) -> tuple[Tensor, Tensor]:
-        """Render whole speeches. On a CPU each has its own length, so nothing is padded."""
+        """Render whole speeches, or chunks. On a CPU each has its own length, so nothing is padded."""
+        speak, most = (
+            (self._chunk, self._most_of_chunk) if self.is_chunked else (self._speech, self._most_samples)
+        )
         if not may_follow_values(view.slots):
-            return self._speech(state, view, view.length)
-        samples = torch.zeros(len(view.slots), self._most_samples(view.frames))
+            return speak(state, view, view.length)
+        samples = torch.zeros(len(view.slots), most(view.frames))
         valid = torch.zeros_like(view.count)
         for i, count in enumerate(view.count.tolist()):
-            if count:
+            if count or (self.is_chunked and view.is_last[i]):
                 rows = (x[i : i + 1] for x in (view.slots, view.start, view.count, view.is_last))
                 slots, start, counts, is_last = rows
                 one = replace(view, slots=slots, start=start, count=counts, is_last=is_last)
-                made, num = self._speech(state, one, count)
+                made, num = speak(state, one, int(start) + count)
                 valid[i] = num[0]
                 speech = made[0, : num[0]]
                 samples[i, : num[0]] = marked(speech) if state.is_marked[slots[0]] else speech
@@ -248,36 +269,69 @@ class Chatterbox(Family[ChatterboxState]):
     def _most_samples(self, frames: int) -> int:
         return (frames + self._num_silent) * FRAME_SAMPLES
 
+    def _most_of_chunk(self, frames: int) -> int:
+        return self._most_samples(frames) + self.vocoder.plan.lag
+
     @property
     def _num_silent(self) -> int:
         return NUM_SILENT if self.config.is_turbo else 0
 
     def _speech(self, state: ChatterboxState, view: View, frames: int) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of speeches of at most `frames` codes, and the number of valid ones [B]."""
-        slots, mel_dtype = view.slots, state.prompt_mel.dtype
-        num_prompt = state.num_prompt[slots]
         count = torch.where(view.count > 0, view.count + self._num_silent, 0)
-        spoken, most = frames + self._num_silent, MAX_PROMPT
-        if may_follow_values(num_prompt):
-            most = int(num_prompt.max())
-        tokens = most + spoken
-        codes = self._codes(state, view, torch.arange(tokens, device=slots.device))
-        prompt = F.pad(state.prompt_mel[slots, : TOKEN_FRAMES * most], (0, 0, 0, TOKEN_FRAMES * spoken))
-        noise = self._flow_noise(state, slots, torch.arange(TOKEN_FRAMES * tokens, device=slots.device))
-        mel = self.flow(codes, num_prompt + count, prompt, state.timbre[slots], noise.to(mel_dtype))
-        at = TOKEN_FRAMES * num_prompt[:, None] + torch.arange(TOKEN_FRAMES * spoken, device=slots.device)
-        mel = mel.gather(1, at[..., None].expand(-1, -1, MELS))
-        samples = self._samples(state, slots, mel.to(mel_dtype), TOKEN_FRAMES * count)
+        most = frames + self._num_silent
+        mel = self._mel(state, view.slots, view.count, count, most)
+        mel = self._part(state, view.slots, mel, torch.zeros_like(count), most)
+        samples = self._samples(state, view.slots, mel, TOKEN_FRAMES * count)
         return F.pad(samples, (0, self._most_samples(view.frames) - samples.shape[1])), FRAME_SAMPLES * count
 
-    def _codes(self, state: ChatterboxState, view: View, place: Tensor) -> Tensor:
-        """Return the codes [B, T] at places [T]: those of the voice, of the speech, and the silence after
-        it."""
-        slots, num_prompt = view.slots[:, None], state.num_prompt[view.slots][:, None]
-        at = place - num_prompt  # [B, T], in the speech
-        spoken = state.tape[slots, at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
-        spoken = torch.where(at < view.count[:, None], spoken, SILENCE)
-        return torch.where(at < 0, state.prompt[slots, place.clamp(max=MAX_PROMPT - 1)], spoken)
+    def _chunk(self, state: ChatterboxState, view: View, length: int) -> tuple[Tensor, Tensor]:
+        """Return samples [B, N] of chunks that end at code `length` at most, and the number of valid ones
+        [B]. The flow reads AHEAD codes behind a chunk, or as many as the speech still has."""
+        slots, stop = view.slots, view.start + view.count
+        end = torch.where(view.is_last, stop + self._num_silent, stop)  # [B]
+        spoken = torch.where(view.is_last, stop, torch.minimum(stop + AHEAD, state.ready[slots]))
+        mel = self._mel(state, slots, spoken, torch.maximum(spoken, end), length + AHEAD)
+        mel = self._part(state, slots, mel, view.start, view.frames + self._num_silent)
+        begins = (view.start == 0)[:, None]
+        state.phase[slots] = torch.where(begins, self._phase(state, slots), state.phase[slots])
+        before, noise = state.num_heard[slots], partial(self._source_noise, state, slots)
+        start, stop = TOKEN_FRAMES * view.start, TOKEN_FRAMES * end
+        samples, valid = heard(self.vocoder, state, slots, mel, start, stop, view.is_last, noise)
+        gain = self._fade(samples)  # [2 FADE]
+        at = before[:, None] + torch.arange(samples.shape[1], device=slots.device)
+        return samples * torch.where(at < len(gain), gain[at.clamp(max=len(gain) - 1)], 1), valid
+
+    def _mel(self, state: ChatterboxState, slots: Tensor, spoken: Tensor, num: Tensor, most: int) -> Tensor:
+        """Return the mel [B, F, MELS] of the voice's codes and of `num` [B] codes behind them, at most `most`.
+
+        The first `spoken` [B] of these are on the tape, and silence follows.
+        """
+        num_prompt, most_prompt = state.num_prompt[slots], MAX_PROMPT
+        if may_follow_values(num_prompt):
+            most_prompt = int(num_prompt.max())
+        tokens = most_prompt + most
+        codes = self._codes(state, slots, spoken, torch.arange(tokens, device=slots.device))
+        prompt = F.pad(state.prompt_mel[slots, : TOKEN_FRAMES * most_prompt], (0, 0, 0, TOKEN_FRAMES * most))
+        noise = self._flow_noise(state, slots, torch.arange(TOKEN_FRAMES * tokens, device=slots.device))
+        noise = noise.to(state.prompt_mel.dtype)
+        return self.flow(codes, num_prompt + num, prompt, state.timbre[slots], noise)
+
+    def _part(self, state: ChatterboxState, slots: Tensor, mel: Tensor, start: Tensor, codes: int) -> Tensor:
+        """Return the mel [B, 2 codes, MELS] of a speech from code `start` [B] on."""
+        first = TOKEN_FRAMES * (state.num_prompt[slots] + start)
+        at = first[:, None] + torch.arange(TOKEN_FRAMES * codes, device=slots.device)
+        part = mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
+        return part.to(state.prompt_mel.dtype)
+
+    def _codes(self, state: ChatterboxState, slots: Tensor, spoken: Tensor, place: Tensor) -> Tensor:
+        """Return the codes [B, T] at places [T]: those of the voice, the first `spoken` [B] of the speech, and
+        silence."""
+        rows = slots[:, None]
+        at = place - state.num_prompt[rows]  # [B, T], in the speech
+        code = state.tape[rows, at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
+        code = torch.where(at < spoken[:, None], code, SILENCE)
+        return torch.where(at < 0, state.prompt[rows, place.clamp(max=MAX_PROMPT - 1)], code)
 
     def _flow_noise(self, state: ChatterboxState, slots: Tensor, place: Tensor) -> Tensor:
         """Return where the flow starts from [B, F, MELS] at mel frames [F]. A frame's noise depends only on

@@ -45,6 +45,11 @@ class Family(nn.Module, ABC, Generic[S]):
     device: torch.device
     encoder_packages: tuple[str, ...] = ()  # that recordings need (zoo/nn/deferred.py)
 
+    # once, after loading
+    def render_in_chunks(self) -> None:
+        """Let `render` begin before a speech is complete, although its samples then differ from those of the
+        whole. Families whose chunks are exact have nothing to change."""
+
     # on the host, outside the engine's loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:
