@@ -254,7 +254,9 @@ def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
     whole_pages = sum(
         (len(lane.inputs) - 1) // PAGE_TOKENS for lane in next(family(name).prompts(long)).lanes
     )
-    assert engine.stats()["pages_shared"] == 2 * whole_pages > 0
+    shared = engine.stats()["pages_shared"]
+    # those of lanes that open late are shared, too
+    assert shared >= 2 * whole_pages > 0 if family(name).spec.opens_late else shared == 2 * whole_pages > 0
 
 
 # samples

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 from toy import NULL
-from toy_delay import LATER, TextAndAudioState, TextAndAudioToy
+from toy_delay import LATER, MAX_TEXT, TextAndAudioState, TextAndAudioToy
 
 from zoo.contract import Lane, Prompt
 from zoo.nn.keys import prefix_key
@@ -29,6 +29,7 @@ class LateToy(TextAndAudioToy):
         prompt = super().prompt(request)
         assert prompt.null is not None, "the toy is guided"
         prompt.null = None
+        prompt.lead_steps = MAX_TEXT
         prompt.opens_lane = prompt.slot["cfg_scale"] != 1
         return prompt
 

@@ -354,7 +354,8 @@ class ModelWorker:
         self.pages.publish(0, keys[:filled], job)
 
     def record_pass(self, job: Job) -> None:
-        """Count a pass that is over if its speech is of a length that its text can hardly have."""
+        """Learn from a pass that is over, and count it if its text can hardly have speech of that length."""
+        self.expectations.record_lead(job)
         odd = job.end_pass(self.family.spec)
         self.counters.num_long += odd == "long"
         self.counters.num_short += odd == "short"

@@ -27,7 +27,7 @@ from serving.protocol import Listener
 from serving.tools import reference
 from serving.tools.requests import every_request
 from zoo import kernels
-from zoo.contract import Family, Prompt, State, View
+from zoo.contract import NEVER, Family, Prompt, State, View
 from zoo.loop import SoloBatches
 from zoo.request import Request
 
@@ -164,10 +164,21 @@ def follow_steps(
         with kernels.plain():
             plain.step(state, batches.step())
         launch_step(worker)
+        if plain.spec.opens_late and not batches.is_open and int(state.lane_at[0]) < NEVER:
+            open_lane(plain, state, batches, worker, job)
         worker.scheduler.report(np.array([job.slot]), state.ready[:1].cpu().numpy(), np.array([False]))
         gaps.append(gap(state, served, job.slot, first))
     served.take_row(job.slot, state)
     return gaps
+
+
+def open_lane(plain: Family[Any], state: State, batches: SoloBatches, worker: ModelWorker, job: Job) -> None:
+    """Open the second lane in both forms."""
+    step = int(state.lane_at[0])
+    lane = plain.second_lane(batches.length_at(step))
+    with kernels.plain():
+        plain.hidden(lane.inputs, batches.open(lane))
+    worker.lanes.open(job, step)
 
 
 def launch_step(worker: ModelWorker) -> None:

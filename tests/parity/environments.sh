@@ -89,3 +89,9 @@ lib=$(site .venv-parity-align)/torchaudio/lib
 for name in libcudart.so.13 libc10_cuda.so libtorch_cuda.so; do
     gcc -shared -fPIC "-Wl,-soname,$name,--default-symver" tests/parity/align/cuda_stubs.c -o "$lib/$name"
 done
+# Of ESPnet only the files of its newer SpeechLM are imported, because the packages around them would import the trainer. joblib,
+# which one of them imports, is not used.
+environment bagpiper transformers==5.23.0 joblib==1.6.0
+bagpiper=.venv-parity-bagpiper
+"$bagpiper/bin/python" -m pip download --quiet --no-deps --ignore-requires-python --dest "$bagpiper" espnet==202611
+"$bagpiper/bin/python" -m zipfile -e "$bagpiper"/espnet-202611-*.whl "$bagpiper/espnet"

@@ -20,3 +20,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-step_audio2/bin/python tests/parity/oracle_step_audio2.py
 .venv-parity-opuslm/bin/python tests/parity/oracle_opuslm.py
 .venv-parity-align/bin/python tests/parity/oracle_align.py
+.venv-parity-bagpiper/bin/python tests/parity/oracle_bagpiper.py

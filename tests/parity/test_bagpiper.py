@@ -122,7 +122,8 @@ def test_the_probabilities_equal_the_reference(size, monkeypatch):
         seen.append(logits.clone())
         return logits.argmax(-1)
 
-    monkeypatch.setattr("zoo.bagpiper.model.draw", keep)
+    for name in ("draw", "draw_inline"):
+        monkeypatch.setattr(f"zoo.bagpiper.model.{name}", keep)
     options = {"max_tokens": 1, "guidance": 3.0}
     zoo.generate(
         ours, Request(text='Say hello! in a warm voice: "good morning!"', max_frames=1, options=options)

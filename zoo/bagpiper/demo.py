@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
 # How much louder rows of the head are, so that some answers end early: the ends, and less so in audio, where they
 # compete with fewer others
 LOUD = {EOS: 1.3, EOT: 1.2}
-LOUD_CODES = 1.6  # of the first stream
+LOUD_CODES = 2.0  # of the first stream
 
 
 def fill(name: str, shape: Shape, seed: int, size: Size = CONFIGS["full"]) -> np.ndarray:

@@ -25,7 +25,7 @@ from zoo.bagpiper.codec import Decoder
 from zoo.bagpiper.config import DELAY, PAD, STREAMS, Config
 from zoo.bagpiper.listener import Listener
 from zoo.bagpiper.phases import IN_AUDIO, PhaseState
-from zoo.bagpiper.prompt import PromptWriter, Script
+from zoo.bagpiper.prompt import EXPECTED_TOKENS, PromptWriter, Script
 from zoo.bagpiper.strategy import STRATEGY
 from zoo.check import check
 from zoo.contract import LANE_LEAD, Batch, Family, Lane, Prompt, Spec, View, frame_cap
@@ -34,7 +34,7 @@ from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
 from zoo.nn.qwen3 import Stack
-from zoo.nn.sampling import draw, gumbel
+from zoo.nn.sampling import draw, draw_inline, gumbel
 from zoo.request import Request
 
 
@@ -135,6 +135,7 @@ class Bagpiper(Family[BagpiperState]):
             prefix_keys=script.keys,
             max_frames=max_frames,
             max_steps=max_steps,
+            lead_steps=0 if is_text else min(most_words, EXPECTED_TOKENS) + LANE_LEAD - 1 + DELAY,
             opens_lane=values["guidance"] > 1 and not is_text,
             is_text=is_text,
             slot=self._sampling(values)
@@ -196,7 +197,7 @@ class Bagpiper(Family[BagpiperState]):
         logits[:, self.config.num_words :].masked_fill_(is_early[:, None], -torch.inf)
         how = state.text_temperature[slots], state.text_top_k[slots], state.top_p[slots]
         noise = gumbel(state.seed[slots], state.steps[slots], range(STREAMS, STREAMS + 1), logits.shape[1])
-        return draw(logits, *how, noise[:, 0])
+        return draw_inline(logits, *how, noise[:, 0])
 
     def _codes(self, state: BagpiperState, slots: Tensor, h: Tensor) -> Tensor:
         """Return the index of an id of each stream [B, 8]."""

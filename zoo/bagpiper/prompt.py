@@ -90,6 +90,7 @@ def options(sampling: Sampling, max_positions: int) -> tuple[Option, ...]:
     )
 
 
+EXPECTED_TOKENS = 600  # of a plan and a caption: the published example has 579
 MAX_TOKENS = 4096  # of the text, unless a request says more
 
 

@@ -55,6 +55,9 @@ class Prompt:
     null: Lane | None = None  # the second lane, if spec.lanes is 2; with spec.opens_late, once it is open
     opens_lane: bool = False  # whether the model may open the second lane, with spec.opens_late
     max_steps: int = 0  # the most steps that the pass can take; 0: one per frame
+    # the steps that usually come before the first frame, of a model that writes before it speaks; 0: all steps
+    # that are not one per frame may
+    lead_steps: int = 0
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
     past_frames: int = 0  # frames of the renderer's past before the first frame, with spec.past

@@ -128,6 +128,12 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
     Order: temperature, top-k, top-p, draw. The argmax of logits plus noise is a draw from their softmax.
     """
+    return draw_inline(logits, temperature, top_k, top_p, noise)
+
+
+def draw_inline(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+    """Do the same as `draw`, which is a region of its own, for a step whose other draws have another number of
+    rows."""
     if logits.device.type == "cuda":
         return torch.ops.zoo.draw.default(logits, temperature, top_k, top_p, noise)
     return _draw(logits, temperature, top_k, top_p, noise)

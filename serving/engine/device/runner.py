@@ -262,11 +262,8 @@ class Runner:
     def step(self, slots: np.ndarray) -> AsyncCopy:
         """Make one frame for each of `slots` [B]. The report is [B, 4 or 5], as of `Family.step`.
         The host's work is vectors of B."""
-        opened = self._opened(slots)
-        own = (
-            self.sequences(slots) if opened is None else np.concatenate((slots, self._second(slots[opened])))
-        )
-        self.kv_lens[own] += 1
+        opened = self.table.opened(slots) if self.family.spec.opens_late else None
+        self.kv_lens[self.sequences(slots) if opened is None else self.table.running(slots, opened)] += 1
         self.kv_lens[self.table.spares] = 1
         rows = padded(slots, self.sizes.step_rows(len(slots)), self.state.spare)
         key: tuple[str, int] | tuple[str, int, int] = ("step", len(rows))

@@ -24,7 +24,7 @@ class LateLanes:
         self.scheduler = scheduler
 
     def open(self, job: Job, step: int) -> None:
-        """Open a job's second lane, which takes its first step at `step`. Reports say so until the job ends."""
+        """Open a job's second lane, which takes its first step at `step`. Reports say so until it ends."""
         runner = self.pages.runner
         if runner.table.opens_at[job.slot] < NEVER or job.opens_lane_at is not None:
             return

@@ -43,7 +43,8 @@ class SlotPages:
         if frames is None:
             return most + closed + past
         per_frame = self.runner.family.spec.steps_per_frame
-        steps = frames * per_frame + max(prompt.max_steps - prompt.max_frames * per_frame, 0)
+        lead = prompt.lead_steps or max(prompt.max_steps - prompt.max_frames * per_frame, 0)
+        steps = frames * per_frame + lead
         lanes = zip(prompt.lanes, most, strict=False)  # a lane that is not open needs none yet
         needed = [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes]
         return needed + [0] * (num_lanes - len(needed)) + past

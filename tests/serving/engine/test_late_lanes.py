@@ -1,0 +1,140 @@
+"""Second lanes that open while their slot runs, with the toy that has them (tests/toy_late.py). That they keep the
+promises is in test_promises.py, which runs over this toy, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import Clock, Listener, alone, family, requests, serve
+from toy_delay import MAX_TEXT
+
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.engine import Engine, Finished
+from zoo.request import Request
+
+LATE = family("toy_late")
+PAGE_BYTES = PAGE_TOKENS * token_bytes(LATE)
+LAGS = pytest.mark.parametrize("report_lag", [0, 1])
+
+
+def engine(**settings) -> Engine:
+    return Engine(LATE, **{"max_slots": 2, "compile": False, "report_lag": 0, "clock": Clock(), **settings})
+
+
+def guided(i: int, **fields) -> Request:
+    """A request that speaks, with guidance."""
+    long = [one for one in requests("toy_late", 60, max_frames=50) if len(alone("toy_late", one).frames) > 20]
+    return replace(long[i], options={"cfg_scale": 3.0}, **fields)
+
+
+def agrees(listener: Listener, request: Request) -> None:
+    assert isinstance(listener.end, Finished), listener.end
+    speech = alone("toy_late", request)
+    assert "".join(listener.texts) == speech.text
+    torch.testing.assert_close(torch.from_numpy(listener.samples), speech.samples, rtol=0, atol=5e-5)
+
+
+def run(served: Engine, request: Request) -> tuple[Listener, list[tuple[int, int]]]:
+    """Return the listener of a request, and the pages of its two lanes after each iteration."""
+    listener, held = Listener(), list[tuple[int, int]]()
+    served.speak(f"request {request.seed}", request, listener)
+    for _ in range(3000):
+        served.turn()
+        if listener.end is not None:
+            return listener, held
+        [model] = served.models.values()
+        held += [tuple(map(len, job.pages.lanes)) for job in model.running.values()]
+    raise AssertionError("the request does not end")
+
+
+@LAGS
+def test_guidance_changes_the_speech_and_equals_the_plain_loop(report_lag):
+    request = guided(0)
+    plain = replace(request, options={"cfg_scale": 1.0})
+    both = serve(engine(report_lag=report_lag), {0: [request, plain]})
+    for listener, asked in zip(both, (request, plain), strict=True):
+        agrees(listener, asked)
+    assert alone("toy_late", request).frames.tolist() != alone("toy_late", plain).frames.tolist()
+
+
+def test_a_text_has_the_pages_of_one_lane():
+    """The second lane has none before it opens, and none at all without guidance."""
+    _, held = run(engine(), guided(0))
+    first = next(i for i, (_, second) in enumerate(held) if second)
+    assert first > 3 and all(second == 0 for _, second in held[:first])
+    _, held = run(engine(), replace(guided(0), options={"cfg_scale": 1.0}))
+    assert not any(second for _, second in held)
+
+
+def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speech():
+    """They delay the first audio, and are no audio."""
+    served = engine()
+    [model] = served.models.values()
+    outlook, before = model.forecaster.outlook, model.forecaster.outlook.first_iterations
+    for seed in range(3):
+        run(served, guided(0, seed=seed))
+    model.expectations.refresh()
+    words = model.expectations.lead_steps
+    assert 0 < words < MAX_TEXT and outlook.first_iterations == before + round(words)
+    usual = model.pages.num_needed(next(LATE.passes(guided(0))), 16)
+    assert usual[1] == 0 and usual[0] < model.pages.num_needed(next(LATE.passes(guided(0))))[0]
+
+
+def test_only_open_lanes_take_steps(monkeypatch):
+    """The rows of a step are the slots, and the second lanes that are open."""
+    served, rows = engine(), []
+    [model] = served.models.values()
+    step = model.runner.lowered.step
+    monkeypatch.setattr(
+        model.runner.lowered, "step", lambda batch: rows.append(len(batch.positions)) or step(batch)
+    )
+    run(served, guided(0))
+    opens = rows.index(2)
+    assert opens > 3 and set(rows[:opens]) == {1} and set(rows[opens:]) == {2}
+
+
+def test_the_pages_before_a_lane_opens_are_shared():
+    """A second request computes only the positions behind the last whole page."""
+    served = engine()
+    [model] = served.models.values()
+    filled = []
+    prefill = model.runner.prefill
+    model.runner.prefill = lambda chunks: filled.extend(chunks) or prefill(chunks)
+    request = guided(0, text="The quick brown fox jumps over the lazy dog.")
+    for seed in (1, 2):
+        filled.clear()
+        agrees(run(served, replace(request, seed=seed))[0], replace(request, seed=seed))
+        second = sum(chunk.stop - chunk.start for chunk in filled if chunk.lane == 1)
+        assert (second > PAGE_TOKENS) if seed == 1 else (0 < second < 2 * PAGE_TOKENS)
+
+
+@LAGS
+def test_a_lane_waits_for_pages_and_loses_nothing(report_lag):
+    """There are pages for less than two whole requests, so lanes open late, and slots are paused."""
+    asked = [guided(i % 3, seed=i) for i in range(5)]
+    most = max(sum(-(-n // PAGE_TOKENS) for n in next(LATE.passes(one)).max_positions) for one in asked)
+    served = engine(
+        max_slots=3,
+        report_lag=report_lag,
+        kv_memory_bytes=(most + 2) * PAGE_BYTES,
+        swap_memory_bytes=8 * most * PAGE_BYTES,
+    )
+    for listener, request in zip(serve(served, {0: asked[:3], 7: asked[3:]}), asked, strict=True):
+        agrees(listener, request)
+    [model] = served.models.values()
+    assert model.pages.pages.free == model.pages.pages.num_pages
+
+
+@LAGS
+@pytest.mark.parametrize("turns", range(1, 18, 2))
+def test_a_request_may_be_cancelled_at_any_point(report_lag, turns):
+    served, listener = engine(report_lag=report_lag), Listener()
+    served.speak("cancelled", guided(0), listener)
+    for _ in range(turns):
+        served.turn()
+    served.cancel("cancelled")
+    agrees(run(served, guided(1))[0], guided(1))
+    [model] = served.models.values()
+    assert not model.running and model.pages.pages.free == model.pages.pages.num_pages
