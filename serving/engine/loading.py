@@ -32,8 +32,8 @@ def load(
     devices: Mapping[str, str] | None = None,
     chunked: bool = False,
 ) -> dict[str, Family]:
-    """Load all models or none. devices: see `placement`; chunked: see `zoo.load`. Raises ValueError, which names the directory to
-    blame if there are several."""
+    """Load all models or none. devices: see `placement`; chunked: see `zoo.load`. Raises ValueError, which
+    names the directory to blame if there are several."""
 
     @contextmanager
     def of(name: str) -> Iterator[None]:
