@@ -307,3 +307,10 @@ def fail(line: str, status: int) -> None:
     """Print a line on stderr and exit."""
     print(f"zoo: {line}", file=sys.stderr)
     sys.exit(status)
+
+
+def check_writable(out: Path) -> None:
+    """Raise ValueError if a file cannot be written."""
+    there = out if out.exists() else out.absolute().parent
+    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{out} cannot be written: it must be a file in an existing, writable directory")

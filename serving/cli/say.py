@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,9 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from serving.cli.common import Device, DType, SpeechModel, Weights, app, fail, plural, recording
+from serving.cli.common import (
+    Device,
+    DType,
+    SpeechModel,
+    Weights,
+    app,
+    check_writable,
+    fail,
+    plural,
+    recording,
+)
 from serving.cli.flags import with_groups
 from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, RequestFlags, TextFormat
+from serving.cli.subtitle_flags import SubtitleFlags
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 from zoo.text.pronunciations import Lexicon, read_file
@@ -34,7 +44,6 @@ FORMAT_OF = {
     ".ulaw": "ulaw",
     ".alaw": "alaw",
 }
-SUBTITLES = "Subtitles"  # a panel of `--help`
 # The flag that sets a field of zoo.request.Request.
 FLAG = {
     "references": "--reference",
@@ -73,24 +82,7 @@ def say(
     text_format: TextFormat = "plain",
     loudness: Loudness = None,
     pronunciations: Pronunciations = None,
-    subtitles: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Subtitles of the speech go into this file, .srt or .vtt; it needs --aligner. .vtt has the time of "
-            "each word.",
-            rich_help_panel=SUBTITLES,
-        ),
-    ] = None,
-    aligner: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="This CTC model finds when each word is spoken: a directory of transformers' Wav2Vec2ForCTC or "
-            "HubertForCTC.",
-            rich_help_panel=SUBTITLES,
-        ),
-    ] = None,
+    subtitles: SubtitleFlags,
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
@@ -98,7 +90,7 @@ def say(
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
-    check_subtitles(subtitles, aligner)
+    subtitles.check()
     text = text_to_say(text, text_format)
     words = [] if pronunciations is None else read_file(pronunciations)
     directory = resolved(model)
@@ -135,10 +127,7 @@ def say(
         options=dict(parsed_option(option, family.spec) for option in options),
     )
     speech = speak_into(out, form, family, request, asked.speed, loudness)
-    if subtitles is not None and aligner is not None:
-        from serving.tools.subtitles import write
-
-        print(write(subtitles, speech, request.text, asked.speed, aligner))
+    subtitles.write(speech, request.text, asked.speed)
     return 0
 
 
@@ -170,35 +159,12 @@ def speak_into(
     return speech
 
 
-def check_subtitles(out: Path | None, aligner: Path | None) -> None:
-    """Raise ValueError for subtitles that cannot be written."""
-    from zoo.align.files import check
-    from zoo.align.subtitles import SUFFIXES
-
-    if aligner is not None:
-        check(aligner)
-    if out is None:
-        return
-    if aligner is None:
-        raise ValueError("--subtitles needs a model that finds the words; name it with --aligner DIR")
-    if out.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--subtitles {out} must end in one of: {', '.join(SUFFIXES)}")
-    check_writable(out)
-
-
 def output_format(out: Path) -> str:
     """Return the format that a file's suffix names. Raises ValueError if it is unknown or not writable."""
     if (form := FORMAT_OF.get(out.suffix.lower())) is None:
         raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
     check_writable(out)
     return form
-
-
-def check_writable(out: Path) -> None:
-    """Raise ValueError if a file cannot be written."""
-    there = out if out.exists() else out.absolute().parent
-    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{out} cannot be written: it must be a file in an existing, writable directory")
 
 
 def text_to_say(text: str, text_format: str = "plain") -> str:
