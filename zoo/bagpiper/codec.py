@@ -35,7 +35,8 @@ class Decoder(nn.Module):
     def prepare(self) -> None:
         """Multiply codebooks and projection in fp64, and keep one row per code."""
         project = self.project.weight.double()
-        tables = [book.weight.double() @ project.T for book in self.books]
+        books: list[nn.Embedding] = [*self.books]  # type: ignore[list-item]
+        tables = [book.weight.double() @ project.T for book in books]
         self.decoder.keep(tables, self.project.bias.double())
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:

@@ -353,7 +353,7 @@ def _write_shards(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write two safetensors files and their index."""
     half = len(tensors) // 2
     names = sorted(tensors)
-    where = {}
+    where: dict[str, str] = {}
     for i, part in enumerate((names[:half], names[half:]), 1):
         file = f"model-{i:05}-of-00002.safetensors"
         save_file({name: tensors[name].contiguous() for name in part}, directory / file)

@@ -53,7 +53,6 @@ class Tower(Deferred):
             n_window=c.chunk,
             n_window_infer=c.seen,
             max_source_positions=1500,
-            attn_implementation="sdpa",
         )
         return Qwen3OmniMoeAudioEncoder(config)
 

@@ -57,7 +57,7 @@ for name in (
     package = ModuleType(f"espnet2{name}")
     package.__path__ = [str(SOURCES.joinpath(*name.strip(".").split(".")))]
     sys.modules[package.__name__] = package
-for name, content in {
+STUBS: dict[str, dict[str, Any]] = {
     "torchaudio": {},
     "liger_kernel": {},
     "liger_kernel.ops": {},
@@ -65,14 +65,15 @@ for name, content in {
     "espnet2.speechlm.model.speechlm.lm.parallel_pp": {"ParallelPPHFModel": None},
     "espnet2.speechlm.model.abs_job": {"AbsJobTemplate": object},
     "espnet2.speechlm.model.speechlm.task_conf_speechlm": {"SPEECHLM_TASK_CONFIGS": {}},
-}.items():
+}
+for name, content in STUBS.items():
     stub = ModuleType(name)
     vars(stub).update(content)
     sys.modules[name] = stub
 
 lm = importlib.import_module("espnet2.speechlm.model.speechlm.lm.parallel")
-audio = importlib.import_module("espnet2.speechlm.model.speechlm.multimodal_io.audio")
-abs_io = importlib.import_module("espnet2.speechlm.model.speechlm.multimodal_io.abs_io")
+audio: Any = importlib.import_module("espnet2.speechlm.model.speechlm.multimodal_io.audio")
+abs_io: Any = importlib.import_module("espnet2.speechlm.model.speechlm.multimodal_io.abs_io")
 job = importlib.import_module("espnet2.speechlm.model.speechlm.speechlm_job")
 
 

@@ -122,7 +122,10 @@ class Staging:
             second = np.arange(len(slots), dtype=INT)
             is_open = opened >= 0
             second[opened[is_open]] = len(slots) + np.flatnonzero(is_open)
-            more |= {"opened": padded(opened.clip(min=0), len(opened), 0), "second": second}
+            # a part of a longer array, since numpy's empty arrays have no stride
+            at = np.zeros(len(slots) + 1, INT)[: len(opened)]
+            at[:] = opened.clip(min=0)
+            more |= {"opened": at, "second": second}
             rows = np.where(is_open, slots[opened], self.sizes.num_slots)
             sequences = np.concatenate((slots, self.table.num_rows + rows))
         positions = self.table.kv_lens[sequences] - 1

@@ -72,12 +72,12 @@ def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speec
     """They delay the first audio, and are no audio."""
     served = engine()
     [model] = served.models.values()
-    outlook, before = model.forecaster.outlook, model.forecaster.outlook.first_iterations
+    before = model.forecaster.outlook.first_iterations
     for seed in range(3):
         run(served, guided(0, seed=seed))
     model.expectations.refresh()
     words = model.expectations.lead_steps
-    assert 0 < words < 2 * MAX_TEXT and outlook.first_iterations == before + round(words)
+    assert 0 < words < 2 * MAX_TEXT and model.forecaster.outlook.first_iterations == before + round(words)
     usual = model.pages.num_needed(next(LATE.passes(guided(0))), 16)
     assert usual[1] == 0 and usual[0] < model.pages.num_needed(next(LATE.passes(guided(0))))[0]
 
