@@ -170,7 +170,7 @@ def words(is_full: bool) -> dict[str, int]:
     tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if is_full:
         symbol = byte_symbols()[0]
-        tokens += [symbol + in_symbols(str(i)) for i in range(len(tokens), PUBLISHED_WORDS)]
+        tokens += [f"{symbol}{i}" for i in range(len(tokens), PUBLISHED_WORDS)]
     return {token: i for i, token in enumerate(tokens)}
 
 

@@ -54,22 +54,35 @@ def test_a_transcript_next_to_speech():
     np.testing.assert_allclose(spoken.samples, alone(NAME, HELLO).samples.numpy(), rtol=0, atol=5e-5)
 
 
-def test_neither_text_nor_codes_are_shown():
-    """Paddings and the token that ends speech are in the answer's tokens, but not in its text."""
+@pytest.mark.parametrize("output", ["speech", "text"])
+def test_what_is_neither_text_nor_a_code_is_kept_and_not_shown(monkeypatch, output):
+    """Paddings and the token that ends speech are in the answer's tokens, and so are codes of an answer in text."""
     model = family(NAME)
-    pad = model.writer.vocabulary.special["<tts_pad>"]
-    truth = alone(
-        NAME, Request(**{**vars(HELLO), "temperature": 2.0, "top_p": 1.0, "seed": 1, "max_frames": 60})
-    )
-    hidden = [token for token in truth.tokens if model.first_hidden <= token]
-    assert pad in hidden and "<tts_pad>" not in truth.text
-    assert model.first_code + 6561 in hidden and truth.frames.max() < 6561
+    special = model.writer.vocabulary.special
+    state, slot = model.state(1), torch.tensor([0])
+    voice = HELLO.voice if output == "speech" else None
+    model.admit(state, 0, model.prompt(Request(text="Hm?", voice=voice, output=output)))
+    [word] = model.writer.vocabulary("a")
+    pads = [special["<tts_pad>"], special["<tts_end>"], model.first_code + 6561]
+    drawn = [word, model.first_code + 7, *pads, word]
+    steps, text = [], b""
+    for token in (*drawn, model.end):
+        monkeypatch.setattr(model, "_drawn", lambda *_, token=token: torch.tensor([token]))
+        before = int(state.ready[0])
+        model.emit(state, slot, torch.zeros(1, model.spec.width))
+        written = int(state.written[0])
+        text += model.detokenize(written) if written >= 0 else b""
+        if written >= 0 or int(state.ready[0]) > before:
+            steps.append(written)
+    assert state.done[0] and text == b"aa"
+    assert int(state.ready[0]) == (output == "speech")
+    assert model.answer_tokens(state.tape[0, : state.ready[0]], steps) == tuple(drawn)
 
 
 def test_rows_without_a_token_are_never_drawn():
     model = family(NAME)
     state = model.state(1)
-    state.open(0, model.prompt(HELLO))
+    model.admit(state, 0, model.prompt(HELLO))
     state.temperature[0] = 0
     weight = model.lm.head.weight
     kept = weight[model.num_tokens :].clone()
@@ -127,7 +140,7 @@ def test_a_thought_ends_at_its_string(spelled):
     model = family(NAME)
     vocabulary = model.writer.vocabulary
     state = model.state(1)
-    state.open(0, model.prompt(Request(**{**vars(HELLO), "options": {"thinks": True}})))
+    model.admit(state, 0, model.prompt(Request(**{**vars(HELLO), "options": {"thinks": True}})))
     slot = torch.tensor([0])
     given = [vocabulary(part) for part in spelled]
     drawn = [token for part in given for token in part] + [vocabulary.end] * 4

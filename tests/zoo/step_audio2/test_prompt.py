@@ -30,16 +30,16 @@ def script(model, request):
 
 def read(model, request) -> str:
     """Return the prompt as a text, with <N> for N rows or codes in a row."""
-    text, num = "", 0
+    text, num = b"", 0
     patch = model.writer.vocabulary.special["<audio_patch>"]
     for token in (*script(model, request).ids, None):
         is_row = token is not None and (token == patch or token >= model.first_code)
         if num and not is_row:
-            text, num = f"{text}<{num}>", 0
+            text, num = text + b"<%d>" % num, 0
         num += is_row
         if token is not None and not is_row:
-            text += model.detokenize(token).decode()
-    return text
+            text += model.detokenize(token)
+    return text.decode()
 
 
 def asked(text="", *turns, **fields) -> Request:
@@ -52,24 +52,24 @@ def test_a_written_turn(model):
 
 
 def test_a_spoken_turn(model):
-    """A clip of half a second is seven rows."""
+    """A clip of half a second is six rows."""
     expected = (
-        "<|BOT|>system\nBe brief.<|EOT|><|BOT|>human\n<audio_start><7><audio_end><|EOT|><|BOT|>assistant\n"
+        "<|BOT|>system\nBe brief.<|EOT|><|BOT|>human\n<audio_start><6><audio_end><|EOT|><|BOT|>assistant\n"
     )
     turns = Turn("system", "Be brief."), Turn("user", clip=CLIP)
     assert read(model, asked("", *turns)) == expected + "<tts_start>"
     assert read(model, asked("", *turns, output="text", voice=None)) == expected
-    assert script(model, asked("", *turns)).num_heard == 7
+    assert script(model, asked("", *turns)).num_heard == 6
 
 
 def test_a_text_follows_the_clip_of_its_turn(model):
     both = read(model, asked("", Turn("user", "What is it?", CLIP)))
-    assert "human\n<audio_start><7><audio_end>What is it?<|EOT|>" in both
+    assert "human\n<audio_start><6><audio_end>What is it?<|EOT|>" in both
 
 
 def test_a_transcript_asks_for_the_words(model):
     request = Request(text="", turns=(Turn("user", clip=CLIP),), output="transcript")
-    expected = f"<|BOT|>system\n{TRANSCRIBE}<|EOT|><|BOT|>human\n<audio_start><7><audio_end><|EOT|><|BOT|>assistant\n"
+    expected = f"<|BOT|>system\n{TRANSCRIBE}<|EOT|><|BOT|>human\n<audio_start><6><audio_end><|EOT|><|BOT|>assistant\n"
     assert read(model, request) == expected
     prompt = model.prompt(request)
     assert prompt.is_text and prompt.slot["temperature"] == 0 and prompt.max_frames == 1
@@ -105,7 +105,7 @@ def test_tools_and_their_results_are_turns(model):
 def test_the_base_model_reads_no_roles(model):
     turns = Turn("system", "Translate."), Turn("user", "It is:", CLIP)
     read_back = read(model, asked("", *turns, options={"template": "plain"}))
-    assert read_back == "Translate.It is:<audio_start><7><audio_end><tts_start>"
+    assert read_back == "Translate.It is:<audio_start><6><audio_end><tts_start>"
 
 
 def test_a_turn_cannot_contain_a_special_token(model):
@@ -135,7 +135,7 @@ def test_other_conversations_are_refused(model, turns, text, message):
 def test_rows_of_clips_have_keys_of_their_own(model):
     """Equal clips share pages of the KV cache, and others do not."""
     keys = [script(model, asked("", Turn("user", clip=clip))).keys for clip in (CLIP, CLIP, SECOND)]
-    assert keys[0] == keys[1] and len(set(keys[0]) - set(keys[2])) == 7
+    assert keys[0] == keys[1] and len(set(keys[0]) - set(keys[2])) == 6
 
 
 def test_a_clip_is_encoded_once(model):
@@ -160,10 +160,10 @@ def test_the_rows_of_a_clip_replace_the_placeholders(model):
     request = asked("", Turn("user", clip=CLIP))
     [(first, rows)] = script(model, request).heard
     inputs = model.prompt(request).inputs
-    assert torch.equal(inputs[first : first + 7], rows)
+    assert torch.equal(inputs[first : first + 6], rows)
     others = model.lm.embedding(torch.tensor(script(model, request).ids))
     assert torch.equal(inputs[:first], others[:first]) and torch.equal(
-        inputs[first + 7 :], others[first + 7 :]
+        inputs[first + 6 :], others[first + 6 :]
     )
 
 
