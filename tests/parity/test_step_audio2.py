@@ -33,8 +33,8 @@ CLIPS = {
 }
 VOICES = {"long": 83, "short": 31}
 STRIDE, MAX_TOKENS = 7, 90
-# The reference adds up the phase of nine harmonics in fp32, as CosyVoice 2's does.
-SAMPLES = {"rtol": 0, "atol": 6e-4}
+# The reference adds up the phase of nine harmonics in fp32, as CosyVoice 2's does; 1e-4 was seen.
+SAMPLES = {"rtol": 0, "atol": 2e-4}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_streamed_speech_is_the_reference_s(model, name, num):
     mel, samples = spoken(model, name, num)
     assert len(mel) == 2 * num and len(samples) == 960 * num
     found = SPEECH[f"{name}.{num}.mel"]
-    torch.testing.assert_close(mel[:: 5 if num > 60 else 1], found, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(mel[:: 5 if num > 60 else 1], found, rtol=0, atol=1e-5)
     if num in (25, 51):
         torch.testing.assert_close(samples[::STRIDE], SPEECH[f"{name}.{num}.samples"], **SAMPLES)
 
