@@ -31,7 +31,6 @@ from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech, body
 from serving.http.tools import Calls, in_openais_form, written
 from serving.http.voice_choice import VoiceChoice
-from zoo.request import BLANK
 
 PCM_HZ = 24_000  # pcm16 does not carry its rate, and OpenAI's clients assume this one
 NO_CHOICE = VoiceChoice(None, False, (), "audio", None, None)  # a model that answers has one voice
@@ -161,8 +160,8 @@ class Chat(Speech):
             )
         parts = [] if isinstance(given, str) else list(given or ())
         audio = [part for part in parts if isinstance(part, AudioPart)]
-        if len(audio) > 1 or (audio and text.strip(BLANK)):
-            raise refusal(400, f"messages[{i}] has several parts; give one input_audio, or text", "messages")
+        if len(audio) > 1:
+            raise refusal(400, f"messages[{i}] has {len(audio)} clips; give one", "messages")
         if len(text) > self.server.limits.text_chars:
             most = f"this server takes up to {self.server.limits.text_chars}"
             raise refusal(400, f"messages[{i}] has {len(text)} characters; {most}", "messages")

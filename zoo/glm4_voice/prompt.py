@@ -117,5 +117,7 @@ def _check(turn: Turn) -> None:
         raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
     if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
         raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
+    if has_text and turn.clip is not None:
+        raise RequestError("turns", "a turn has audio and text; the model reads one of them")
     if not has_text and turn.clip is None and turn.tokens is None:
         raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

@@ -77,6 +77,14 @@ def test_voices_differ_and_text_has_none(client):
     assert text.usage.completion_tokens <= 60
 
 
+def test_a_text_may_follow_a_clip(client):
+    both = clip(1.0)
+    both["content"].append({"type": "text", "text": "What is it?"})
+    alone, longer = asked(client, [clip(1.0)]).usage, asked(client, [both]).usage
+    assert longer.prompt_tokens > alone.prompt_tokens
+    assert longer.prompt_tokens_details.audio_tokens == alone.prompt_tokens_details.audio_tokens == 13
+
+
 def test_a_clip_is_transcribed(client):
     file = base64.b64decode(clip(1.0)["content"][0]["input_audio"]["data"])
     words = client.audio.transcriptions.create(model="step", file=("a.wav", file))

@@ -69,6 +69,7 @@ def test_a_turn_cannot_contain_a_special_token(model):
         ((Turn("user", "Hm."),), "Again.", "user, user"),
         ((Turn("user", "Hm."), Turn("system", "Hm.")), "Again.", "user, system, user"),
         ((Turn("user", "Hm."), Turn("assistant", None, CLIP)), "Again.", "reads only its text"),
+        ((Turn("user", "Hm.", CLIP),), "", "reads one of them"),
         ((Turn("user", " "),), "", "neither text nor audio"),
         ((Turn("user", None, AudioClip(np.zeros(16_000, np.float32), 16_000)),), "", "silent"),
     ],
