@@ -24,11 +24,11 @@ class Calls:
     """Takes the calls out of a text that arrives in parts."""
 
     def __init__(self) -> None:
-        self.held = ""  # what may begin a call, or belongs to one
+        self.held = ""  # the beginning of a call, or of its tag
         self.found: list[tuple[str, str]] = []  # name and arguments
 
     def take(self, text: str) -> str:
-        """Return the text that is no call, as far as that is certain."""
+        """Return the text outside calls, as far as it is certain."""
         self.held += text
         shown = ""
         while (start := self.held.find(BEGIN)) >= 0:
@@ -49,13 +49,13 @@ class Calls:
         return shown
 
     def rest(self) -> str:
-        """Return what was held back, at the end of the text: a call that has no end is text."""
+        """Return the held text when the answer has ended. An unfinished call is text."""
         rest, self.held = self.held, ""
         return rest
 
 
 def read(inside: str) -> tuple[str, str] | None:
-    """Return name and arguments of a call, or None if it is none."""
+    """Return name and arguments of a call, or None if it is malformed."""
     lines = inside.strip().split("\n", 2)
     if len(lines) != 3 or lines[0].strip() != KIND or not lines[1].strip():
         return None
