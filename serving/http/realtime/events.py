@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from serving.audio import voice_activity
-from serving.http.errors import cut, refusal, uncapitalized
+from serving.http.errors import CHAT, cut, refusal, uncapitalized
 from serving.http.schemas import Model, Name, Temperature, Voice
 
 PCM_HZ, G711_HZ = 24_000, 8_000
@@ -235,7 +235,7 @@ class Settings(msgspec.Struct, frozen=True):
     def changed(self, asked: Asked, model: Model, max_chars: int) -> Settings:
         """Return the settings with what an event asks for. Raises the refusal."""
         if asked.tools:
-            raise refusal(400, f"model {model.id!r} takes no tools; leave tools out", "tools")
+            raise refusal(400, f"a session takes no tools; leave tools out, or use POST {CHAT}", "tools")
         given: dict[str, Any] = {}
         if asked.instructions is not UNSET:
             given["instructions"] = asked.instructions or ""
