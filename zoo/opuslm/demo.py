@@ -278,6 +278,8 @@ def write(
     backbone, decoder = build(lm_config, codec_config)
     shapes = weights.shapes(lm_config, published(backbone, weights.lm(lm_config)))
     tensors = {name: torch.from_numpy(fill(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
+    if lm_config.is_dialogue:  # otherwise no text would end
+        tensors[weights.names_of(lm_config).head][lm_config.vocabulary.end] *= -0.95
     if is_converted:
         convert(directory, lm_config, tensors)
     else:
