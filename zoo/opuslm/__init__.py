@@ -139,6 +139,7 @@ def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
         max_positions=config.max_positions,
         window=replace(WINDOW, lookahead=context, left=context),
         voices=(voices.DEFAULT, *voices.find(directory)),
+        languages=("auto", "english"),
         modes=("voice", "clone") if hears else ("voice",),
         reference_s=CLIP_S if hears else None,
         options=prompt.OPTIONS,

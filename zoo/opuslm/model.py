@@ -30,7 +30,7 @@ from zoo.opuslm.config import HEAD_ROWS, Config
 from zoo.opuslm.delay import DELAY, MIN_FRAMES, MIN_WORDS, NEVER, OPENING, TEXT_ROWS, DelayState, Words
 from zoo.opuslm.ids import BOOKS, PAD, STREAMS
 from zoo.opuslm.listener import Encoders
-from zoo.opuslm.prompt import MAX_FRAMES, MAX_WORDS, PromptWriter, Script
+from zoo.opuslm.prompt import MAX_FRAMES, MAX_WORDS, TEXT_TEMPERATURE, PromptWriter, Script
 from zoo.opuslm.strategy import STRATEGY
 from zoo.request import Request, RequestError
 from zoo.text.pieces import most_s
@@ -141,6 +141,8 @@ class OpusLM(Family[OpusLMState]):
             guard = self._guard(request, most)
             max_frames = frame_cap(self.spec, request, length, guard, extra_steps=DELAY + steps)
             steps += max_frames + DELAY
+        if request.temperature is not None and TEXT_TEMPERATURE.name not in request.options:
+            values[TEXT_TEMPERATURE.name] = request.temperature
         slot = values | {"seed": request.seed, "speaks": int(speaks)}
         if writes:
             slot |= {"begin": NEVER, "max_words": words}

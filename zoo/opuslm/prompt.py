@@ -34,7 +34,11 @@ MAX_WORDS = MAX_FRAMES
 TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 1.0
 SAMPLING = sampling_options(TEMPERATURE, TOP_K, TOP_P)
 TEXT_TEMPERATURE = Option(
-    "text_temperature", float, "how random the words that the model writes are; 0 is greedy", 0.0, (0, 2)
+    "text_temperature",
+    float,
+    "how random the words that the model writes are; 0 is greedy; a temperature that is given sets both",
+    0.0,
+    (0, 2),
 )
 WRITTEN = "the most tokens of a text that the model writes"
 ANSWERED = "the most tokens of an answer's text, and the most frames of its speech, 50 per second"

@@ -138,6 +138,8 @@ def test_a_greedy_text_and_a_random_one_differ_and_the_seed_repeats_it():
     ]
     greedy, one, same, other = (zoo.generate(ours, request).text for request in asked + warm)
     assert one == same and len({greedy, one, other}) == 3
+    given = Request(text="Once", output="text", seed=1, temperature=1.0, options={"max_tokens": 9})
+    assert zoo.generate(ours, given).text == one
 
 
 def test_a_continued_clip_goes_on_from_its_own_last_frames():
