@@ -148,18 +148,22 @@ def answers(model: Model, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
+def ended(model: Model, is_text: bool) -> tuple[list[Any], int]:
+    """Return the turns of a dialogue whose text ends by itself, and after how many tokens. is_text: nothing is spoken."""
+    for i in range(400):
+        text = f"number {i}"
+        words = model.words(model.prompt_of_dialogue([("user", "text_bpe", text)], None, is_text), 30)
+        if 3 <= len(words) < 25:
+            return [["user", text, False]], len(words)
+    raise AssertionError("no text ends")
+
+
 def ended_replies(model: Model) -> dict[str, dict[str, Any]]:
     """Return requests to OpusLM-Dialogue whose text ends by itself: before the limit, at it, and behind it."""
-    for i in range(400):
-        turns = [["user", f"number {i}", False]]
-        ended = len(answers(model, {"turns": turns, "output": "text", "max_tokens": 30})["words"])
-        if 3 <= ended < 25:
-            break
-    else:
-        raise AssertionError("no text ends")
-    print("the text of number", i, "ends after", ended)
-    limits = {"ended": 30, "ended_at_limit": ended, "ended_behind": ended - 1}
+    turns, num = ended(model, False)
+    limits = {"ended": 30, "ended_at_limit": num, "ended_behind": num - 1}
     found = {name: {"turns": turns, "max_tokens": most, "max_frames": 8} for name, most in limits.items()}
+    turns, _ = ended(model, True)
     return found | {"ended_text": {"turns": turns, "output": "text", "max_tokens": 30}}
 
 
@@ -279,6 +283,18 @@ def mode_cases() -> dict[str, dict[str, Any]]:
     }
 
 
+def write_dialogues() -> dict[str, dict[str, Any]]:
+    """Write the fixtures of OpusLM-Dialogue and return its requests."""
+    with tempfile.TemporaryDirectory() as temporary:
+        model = Model(demo.write(Path(temporary) / "demo", DIALOGUE, SEED, torch.float32))
+        asked = dialogue_cases() | ended_replies(model)
+        tensors = {}
+        for name, case in asked.items():
+            tensors |= {f"{name}.{key}": value for key, value in answers(model, case).items()}
+        save_file(tensors, FIXTURES / f"{DIALOGUE}.safetensors")
+    return asked
+
+
 def write_clustering() -> None:
     """Write a clustering as scikit-learn and joblib do."""
     points = np.random.default_rng(0).standard_normal((60, 4)).astype(np.float32)
@@ -309,13 +325,7 @@ def main() -> None:
             if size == "tiny":
                 save_file(codec(model), FIXTURES / "codec.safetensors")
                 save_file(hearing(model), FIXTURES / "hearing.safetensors")
-    with tempfile.TemporaryDirectory() as temporary:
-        model = Model(demo.write(Path(temporary) / "demo", DIALOGUE, SEED, torch.float32))
-        asked[DIALOGUE] = dialogue_cases() | ended_replies(model)
-        tensors = {}
-        for name, case in asked[DIALOGUE].items():
-            tensors |= {f"{name}.{key}": value for key, value in answers(model, case).items()}
-        save_file(tensors, FIXTURES / f"{DIALOGUE}.safetensors")
+    asked[DIALOGUE] = write_dialogues()
     write_clustering()
     write_json("checkpoint", {"versions": VERSIONS, "seed": SEED, "sha256": digests, "cases": asked})
 

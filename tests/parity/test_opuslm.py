@@ -209,8 +209,9 @@ def test_text_ends_by_itself_before_at_and_behind_its_limit():
     """Otherwise the fixtures would not show the ends."""
     cases = FACTS["cases"]["tiny_dialogue"]
     lengths = {name: len(found("tiny_dialogue")[f"{name}.words"]) for name in cases}
-    ended = lengths["ended_text"]
+    ended = cases["ended_at_limit"]["max_tokens"]
     assert lengths["ended"] == lengths["ended_at_limit"] == ended < cases["ended"]["max_tokens"]
+    assert lengths["ended_text"] < cases["ended_text"]["max_tokens"]
     assert lengths["ended_behind"] == ended - 1 and lengths["written"] == cases["written"]["max_tokens"]
 
 

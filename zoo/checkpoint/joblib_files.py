@@ -71,7 +71,7 @@ class _Reader(_Unpickler):
         data = self.file.read(num_bytes)
         if len(data) < num_bytes:
             raise EOFError("an array is cut short")
-        return np.frombuffer(data, dtype).reshape(shape, order=wrapper.value("order"))
+        return np.frombuffer(bytearray(data), dtype).reshape(shape, order=wrapper.value("order"))
 
 
 def _dtype(described: Any) -> np.dtype:

@@ -12,7 +12,7 @@ import pytest
 import zoo
 from serving.tools import reference
 from serving.tools.requests import buzz
-from zoo.request import Reference, Request
+from zoo.request import Reference, Request, Turn
 
 
 def interpreter(directory: Path, code: str) -> str:
@@ -65,9 +65,11 @@ def test_a_request_is_json_and_its_clips_are_files(tmp_path):
     clip = buzz(1.0, 110)
     references = (Reference(clip, "It hums."), Reference(clip))
     options = {"cfg_scale": 1.5}
-    request = Request(text="Hello.", references=references, temperature=0.0, max_frames=7, options=options)
+    turns = (Turn("user", clip=clip), Turn("assistant", "Yes."))
+    asked = {"temperature": 0.0, "max_frames": 7, "options": options, "turns": turns, "output": "text"}
+    request = Request(text="Hello.", references=references, **asked)
     fields = json.loads(json.dumps(reference.fields(request, tmp_path, "clone x=true"), allow_nan=False))
-    given = fields.pop("references")
+    given, spoken = fields.pop("references"), fields.pop("turns")
     assert fields == {
         "text": "Hello.",
         "voice": None,
@@ -76,8 +78,11 @@ def test_a_request_is_json_and_its_clips_are_files(tmp_path):
         "temperature": 0.0,
         "max_frames": 7,
         "options": {"cfg_scale": 1.5},
+        "output": "text",
     }
+    assert [(one["role"], one["text"]) for one in spoken] == [("user", None), ("assistant", "Yes.")]
+    assert spoken[1]["clip"] is None
     assert [one["transcript"] for one in given] == ["It hums.", None]
-    for one in given:
+    for one in (*given, spoken[0]):
         with np.load(one["clip"]) as kept:
             assert int(kept["rate_hz"]) == 24_000 and np.array_equal(kept["samples"], clip.samples)

@@ -66,6 +66,15 @@ ASKED = {
         "clone text_mode=interleaved",
         "clone without transcript text_mode=interleaved",
     },
+    ("opuslm", "tiny"): {
+        "voice",
+        "voice anna",
+        "clone",
+        "text",
+        "transcript",
+        "continuation",
+    },
+    ("opuslm", "tiny_dialogue"): {"voice", "voice anna", "clone", "spoken turn", "later turn", "text"},
 }
 REFUSED = {
     ("cosyvoice2", "tiny"): {
