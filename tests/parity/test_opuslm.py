@@ -212,7 +212,7 @@ def test_text_ends_by_itself_before_at_and_behind_its_limit():
     ended = cases["ended_at_limit"]["max_tokens"]
     assert lengths["ended"] == lengths["ended_at_limit"] == ended < cases["ended"]["max_tokens"]
     assert lengths["ended_text"] < cases["ended_text"]["max_tokens"]
-    assert lengths["ended_behind"] == ended - 1 and lengths["written"] == cases["written"]["max_tokens"]
+    assert lengths["ended_behind"] == ended - 1
 
 
 @pytest.mark.parametrize("samples", [400, 3200, 3201, 3520, 11_111])

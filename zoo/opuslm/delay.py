@@ -15,8 +15,8 @@ An answer first writes words, with the same loop: only stream 0 draws, and after
 model reads who speaks, and the marker of audio, and its speech begins.
 
     step      0   1  ...  n-1  n  n+1  n+2 ... n+9  n+10  n+11  n+12
-    stream 0  w0  w1      wn   E  .    0       0    role  audio c00 ...     at the limit, n words, E comes a step later,
-                                                                            and one row of pads is missing
+    stream 0  w0  w1      wn   E  .    0       0    role  audio c00 ...     after n words at the limit, E is put a step
+                                                                            later, and one row of pads is missing
 
 Source: ESPnet's SpeechLM at 5f0a39a, core_lm/ar_delay.py and bin/speechlm_inference_chat.py.
 """
@@ -127,7 +127,7 @@ class DelayState(State):
         last = torch.minimum(ended_at, limit)
         first = torch.where(steps >= last + 2, PAD, word)
         first = torch.where((steps == limit + 1) & (ended_at == NEVER), words.end, first)
-        rows = torch.where(ended_at <= limit, ended_at + TEXT_ROWS, limit + TEXT_ROWS - 1)
+        rows = torch.minimum(ended_at, limit - 1) + TEXT_ROWS  # the reference's steps end at the limit
         first = torch.where(steps == rows, words.role, first)
         is_open = steps == rows + 1
         first = torch.where(is_open, words.audio, first)

@@ -32,9 +32,12 @@ class TextTokenizer:
         return [self.first_word + i for i in self.plain(text)]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of an id. A special token has none."""
+        """Return the UTF-8 bytes of an id. A special token has none. A token that is not written in symbols of
+        bytes stands for itself."""
         symbols = self.tokens.get(token - self.first_word, "")
-        return bytes(self.bytes[symbol] for symbol in symbols if symbol in self.bytes)
+        if all(symbol in self.bytes for symbol in symbols):
+            return bytes(self.bytes[symbol] for symbol in symbols)
+        return symbols.encode()
 
 
 def _tokens(path: Path) -> dict[str, int]:

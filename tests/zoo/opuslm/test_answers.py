@@ -63,6 +63,9 @@ def test_at_the_limit_the_end_of_words_is_put_and_one_pad_is_missing():
     rows, words, _ = rows_of(3, None)
     assert words == [100, 101, 102]
     assert [row[0] for row in rows[:15]] == [100, 101, 102, 103, END, *[0] * 7, ROLE, AUDIO, 1014]
+    rows, words, _ = rows_of(3, 3)  # also if the model ends there by itself
+    assert words == [100, 101, 102]
+    assert [row[0] for row in rows[:15]] == [100, 101, 102, END, 104, *[0] * 7, ROLE, AUDIO, 1014]
 
 
 def test_a_text_without_speech_ends_with_its_end_or_at_its_limit():
