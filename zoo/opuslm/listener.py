@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,9 +80,9 @@ class Encoders(nn.Module):
         if array.shape != wanted or array.dtype.kind != "f":
             came = f"{array.dtype} {list(array.shape)}"
             raise ValueError(f"{path}: {CENTERS} is {came}; floats {list(wanted)} are needed")
-        centers = torch.from_numpy(array.astype("float32"))
-        if not centers.isfinite().all():
+        if not np.isfinite(array).all():
             raise ValueError(f"{path}: {CENTERS} has NaN or infinity")
+        centers = torch.from_numpy(array.astype("float32"))
         self.register_buffer("centers", centers.to(self.xeus.norm.weight.device), persistent=True)
 
 

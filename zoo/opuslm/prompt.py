@@ -40,6 +40,7 @@ TEXT_TEMPERATURE = Option(
     0.0,
     (0, 2),
 )
+ROLES = ("system", "user", "assistant")
 WRITTEN = "the most tokens of a text that the model writes"
 ANSWERED = "the most tokens of an answer's text, and the most frames of its speech, 50 per second"
 OPTIONS = (*SAMPLING, TEXT_TEMPERATURE, Option("max_tokens", int, WRITTEN, MAX_WORDS, (1, MAX_WORDS)))
@@ -101,14 +102,14 @@ class PromptWriter:
         return Script(delayed(rows), 0, sum(map(len, frames)), left_over(rows))
 
     def _dialogue(self, request: Request) -> Script:
-        known, voice = self.known, self._chosen(request, None)
-        turns = conversation(request)
+        known, turns = self.known, conversation(request)
+        voice = self._chosen(request, None) if request.output == "speech" else None
         texts = [self._ids(turn.text) if turn.text else [] for turn in turns]
         task = known.audio_dialogue if request.output == "speech" else known.text_dialogue
         parts, num_audio = [_words([known.end, task])], 0
         if voice is not None:
             parts += [_words([known.system, known.voice]), self._voice(voice), _pads(DELAY)]
-        roles = {"system": known.system, "user": known.user, "assistant": known.assistant}
+        roles = dict(zip(ROLES, (known.system, known.user, known.assistant), strict=True))
         for turn, ids in zip(turns, texts, strict=True):
             role, is_answer = roles[turn.role], turn.role == "assistant"
             end = [known.end] if is_answer else []
@@ -163,6 +164,8 @@ def conversation(request: Request) -> list[Turn]:
     if any(turn.role == "system" for turn in turns[1:]):
         raise RequestError("turns", "a system turn is not the first one; only the first one can be")
     for turn in turns:
+        if turn.role not in ROLES:
+            raise RequestError("turns", f"a turn is by {turn.role!r}; possible: {', '.join(ROLES)}")
         if not (turn.text or "").strip(BLANK) and turn.clip is None:
             raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")
         if turn.role == "system" and turn.clip is not None:

@@ -469,7 +469,7 @@ def answered(
         written = [(role, "text_bpe", text)] if text else []
         segments += written + spoken if role == "assistant" else spoken + written
     is_text, most = request.get("output") == "text", request["options"].get("max_tokens", MAX_WORDS)
-    rows = model.prompt_of_dialogue(segments, voice, is_text)
+    rows = model.prompt_of_dialogue(segments, None if is_text else voice, is_text)
     if is_text:
         return model.text_of(model.words(rows, most))
     words, ids = model.reply(rows, most, request["max_frames"] or most)

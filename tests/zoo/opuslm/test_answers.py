@@ -166,6 +166,7 @@ def test_a_continued_clip_goes_on_from_its_own_last_frames():
         ((Turn("user", " "),), "a turn by user has neither text nor audio"),
         ((Turn("user", "a"), Turn("system", "b"), Turn("user", "c")), "a system turn is not the first one"),
         ((Turn("system", clip=clip()), Turn("user", "c")), "a voice to speak in is a reference"),
+        ((Turn("nurse", "a"), Turn("user", "c")), "a turn is by 'nurse'; possible: system, user, assistant"),
     ],
 )
 def test_a_dialogue_that_cannot_be_answered_is_refused(turns, message):
