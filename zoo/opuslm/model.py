@@ -23,7 +23,7 @@ from zoo.nn import llama
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
-from zoo.nn.sampling import draw, gumbel
+from zoo.nn.sampling import draw, draw_inline, gumbel
 from zoo.opuslm import body
 from zoo.opuslm.codec import Decoder
 from zoo.opuslm.config import HEAD_ROWS, Config
@@ -200,7 +200,7 @@ class OpusLM(Family[OpusLMState]):
         sampling = (state.text_temperature, state.top_k, state.top_p)
         settings = [value[slots] for value in sampling]
         noise = gumbel(state.seed[slots], state.steps[slots], range(STREAMS, STREAMS + 1), words.shape[1])
-        word = draw(words, *settings, noise[:, 0])
+        word = draw_inline(words, *settings, noise[:, 0])
         state.step(slots, *self._ids(drawn), self._word_id(word), self.words)
 
     def scores(self, state: OpusLMState, slots: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
