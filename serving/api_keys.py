@@ -25,7 +25,7 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class ApiKey(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, by itself or by its hash, and its limits. None: no limit."""
+    """A key or its hash, and the limits of its client. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]  # in metrics and signed URLs
     key: str | None = None

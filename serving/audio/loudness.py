@@ -151,7 +151,7 @@ class Leveler:
         return self.flush() + self._limiter.finish()
 
     def _give(self, count: int, gain_db: float | None) -> bytes:
-        """Return samples whose gain goes from the last one to this one. There are none if a flush gave them."""
+        """Return samples whose gain goes from the last one to this one. The result is empty if a flush gave them."""
         if count <= 0:
             return b""
         if gain_db is None:

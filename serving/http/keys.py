@@ -1,10 +1,10 @@
-"""The API keys of a server while it runs: whose request this is, what it may still use, and what it has used.
+"""The API keys of a server while it runs: their limits, and how much each has used.
 
     the key in a request ─ Keys.find ─ current ─┬─ admit, before it speaks:  429 for a rate or quota that is used up
                                                 └─ spoke, when it ends:      counts its characters and audio
 
 Counts of a day begin at midnight UTC, and when the HTTP process starts. A request that begins below its quota is
-finished, so requests that run at the same time may exceed it by what they speak.
+finished, so requests that run at the same time may exceed it by their own speech.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Key:
         metrics.add_key(self.name)
 
     def admit(self, num_chars: int) -> None:
-        """Let a request with so many characters begin. Raises the refusal (429)."""
+        """Let a request with this many characters begin. Raises the refusal (429)."""
         self._begin_day()
         left_s = DAY_S - self.now_s() % DAY_S
         most_chars, most_s = self.entry.characters_per_day, self.entry.audio_s_per_day

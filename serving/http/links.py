@@ -103,7 +103,7 @@ def options_from_text(fields: Mapping[str, str], model: Model) -> dict[str, Any]
 
 
 def from_text(value: str, kind: str) -> Any:
-    """Return a value of an option's type; the text if it is none of that type."""
+    """Return a value of an option's type, or the text itself if it cannot be read as that type."""
     try:
         match kind:
             case "bool":

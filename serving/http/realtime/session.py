@@ -25,6 +25,7 @@ from serving.audio.voice_activity import RATE_HZ
 from serving.engine_client import Away
 from serving.http.bodies import read_beside
 from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
+from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.realtime import events
 from serving.http.realtime.conversation import Conversation, Item, new_id
@@ -247,6 +248,7 @@ class Session:
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
         turns = given.turns(settings.instructions)
+        admit(0)
         self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)
         self.answering = asyncio.create_task(self._run(self.response))
         self.answering.add_done_callback(self._has_answered)

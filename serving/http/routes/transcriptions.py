@@ -11,8 +11,9 @@ from litestar.params import Body
 from litestar.types import ASGIApp
 
 from serving.http.errors import TRANSCRIPTIONS
+from serving.http.keys import admit
 from serving.http.schemas import TranscriptionRequest
-from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.transcription import Transcription, check, warnings_of
 
 RESPONSES = {
@@ -20,6 +21,7 @@ RESPONSES = {
     400: WRONG,
     404: UNKNOWN,
     413: TOO_LARGE,
+    **LIMITED,
     **REFUSALS,
 }
 
@@ -34,6 +36,7 @@ async def transcribe(
     model, warnings = server.transcribing_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused
     check(data)
+    admit(0)
     file = await data.file.read()
     given_id = request.state.get("request_id")
     return Transcription(server, data, file, model, given_id, [*warnings, *warnings_of(data)])

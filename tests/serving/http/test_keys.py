@@ -5,9 +5,11 @@ import json
 
 import msgspec
 import pytest
-from fake_engine import MODEL
+from fake_engine import ANSWERER, MODEL, TRANSCRIBER
 from http_server import Server, error
 from sessions import spoken
+from uploads import recording
+from websockets.sync.client import connect
 
 from serving.api_keys import ApiKey, all_keys, read_file
 from serving.http.keys import DAY_S, Key, Rate
@@ -90,6 +92,47 @@ def test_each_utterance_of_a_session_counts_once(tmp_path):
         spoken(server, "frames 1 one. frames 2 two.", 100, headers=bearer("slow"))
         assert metric(server, "zoo_key_requests_total") == {"slow": 1}
         assert metric(server, "zoo_key_characters_total") == {"slow": len("frames 1 one.frames 2 two.")}
+
+
+@pytest.fixture
+def once(tmp_path):
+    """Return a server whose only key may send one request a minute."""
+    (tmp_path / "keys.json").write_text('[{"name": "once", "key": "sk-once", "requests_per_minute": 1}]')
+    models = [ANSWERER, TRANSCRIBER]
+    with Server(tmp_path, models=models, api_keys=str(tmp_path / "keys.json")) as server:
+        yield server
+
+
+def test_transcriptions_count_for_the_rate(once):
+    def written():
+        data, files = {"model": "transcriber"}, {"file": ("a.wav", recording())}
+        return once.http.post("/v1/audio/transcriptions", data=data, files=files, headers=bearer("once"))
+
+    assert written().status_code == 200
+    assert error(written(), 429)["code"] == "rate_limit_exceeded"
+
+
+def test_conversations_count_for_the_rate(once):
+    def answered():
+        body = {"model": "answerer", "messages": [{"role": "user", "content": "frames 1"}]}
+        return once.http.post("/v1/chat/completions", json=body, headers=bearer("once"))
+
+    assert answered().status_code == 200
+    assert error(answered(), 429)["code"] == "rate_limit_exceeded"
+
+
+def test_answers_in_a_realtime_session_count_for_the_rate(once):
+    url = once.url.replace("http", "ws") + "/v1/realtime?model=answerer"
+    content = [{"type": "input_text", "text": "frames 1"}]
+    item = {"type": "message", "role": "user", "content": content}
+    seen = []
+    with connect(url, additional_headers=bearer("once"), compression=None) as socket:
+        socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+        for last in ("response.done", "error"):
+            socket.send(json.dumps({"type": "response.create"}))
+            while not seen or seen[-1]["type"] != last:
+                seen.append(json.loads(socket.recv(timeout=5)))
+    assert seen[-1]["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_the_use_of_each_key_is_in_the_metrics(server):
