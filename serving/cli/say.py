@@ -25,7 +25,7 @@ from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, Re
 from serving.cli.subtitle_flags import SubtitleFlags
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
-from zoo.text.pronunciations import Lexicon, read_file
+from zoo.text.pronunciations import Lexicon, Pronunciation, read_file
 
 if TYPE_CHECKING:
     from zoo.contract import Family, Spec, Speech
@@ -51,6 +51,14 @@ FLAG = {
     "max_frames": "--max-new-tokens",
 }
 
+Normalize = Annotated[
+    bool,
+    Option(
+        "--normalize",
+        help="Numbers, dates and amounts are put into words first, in Chinese, English or Japanese.",
+    ),
+]
+
 
 @app.command()
 @with_groups
@@ -72,13 +80,7 @@ def say(
         bool,
         Option(help="A text that is too long for one pass is cut into pieces at sentences and clauses."),
     ] = True,
-    normalize: Annotated[
-        bool,
-        Option(
-            "--normalize",
-            help="Numbers, dates and amounts are put into words first, in Chinese, English or Japanese.",
-        ),
-    ] = False,
+    normalize: Normalize = False,
     text_format: TextFormat = "plain",
     loudness: Loudness = None,
     pronunciations: Pronunciations = None,
@@ -97,20 +99,12 @@ def say(
     references = [] if asked.reference is None else [recording(asked.reference)]
 
     import zoo
-    from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.wire import reference_of
     from serving.protocol import Reference
 
-    is_rounded = weights != "published"
-    family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=is_rounded)
-    if is_rounded:
-        prepare_for_host(family, weights=weights)
-    if family.spec.licence:
-        print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
-    voice = asked.voice or (None if references else next(iter(family.spec.voices), None))
-    lexicon = Lexicon.of(words, (), asked.language, voice)
+    family = loaded(directory, device, dtype, weights)
     request = zoo.Request(
-        text=text if lexicon is None else lexicon.said(text),
+        text=with_words(text, words, asked, family.spec),
         voice=asked.voice,
         language=asked.language,
         instructions=asked.instructions,
@@ -129,6 +123,27 @@ def say(
     speech = speak_into(out, form, family, request, asked.speed, loudness)
     subtitles.write(speech, request.text, asked.speed)
     return 0
+
+
+def with_words(text: str, words: list[Pronunciation], asked: RequestFlags, spec: Spec) -> str:
+    """Return a text with its terms replaced by how they are spoken."""
+    first = None if asked.reference is not None else next(iter(spec.voices), None)
+    lexicon = Lexicon.of(words, (), asked.language, asked.voice or first)
+    return text if lexicon is None else lexicon.said(text)
+
+
+def loaded(directory: str, device: str | None, dtype: str | None, weights: str) -> Family[Any]:
+    """Load a model, and print the licence of its weights if it limits their use. Raises ValueError."""
+    import zoo
+    from serving.engine.device.prepare_for_host import prepare_for_host
+
+    is_rounded = weights != "published"
+    family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=is_rounded)
+    if is_rounded:
+        prepare_for_host(family, weights=weights)
+    if family.spec.licence:
+        print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
+    return family
 
 
 def speak_into(

@@ -59,7 +59,7 @@ from serving.http.routes.voices import (
     voices_options,
 )
 from serving.http.server import Server, check_key
-from serving.settings import URL_SECRET, HTTPArguments, Settings
+from serving.settings import URL_SECRET, HTTPArguments, Limits, Security, Settings
 from zoo.text.pronunciations import read_file
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -105,41 +105,14 @@ def create_app(
         engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
     )
     links = Links(url_secret or secrets.token_hex())
-    speech = Router(
-        "/",
-        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream],
-        request_max_body_size=limits.speech_body_bytes,
-        middleware=[LargeBodies],
-    )
-    uploads = Router(
-        "/",
-        route_handlers=[
-            voices_options,
-            add_voice,
-            list_pronunciations,
-            replace_pronunciations,
-            transcribe,
-        ],
-        request_max_body_size=limits.upload_body_bytes,
-        middleware=[LargeBodies],
-    )
-    guarded: list[ControllerRouterHandler] = [
-        speech,
-        uploads,
-        list_models,
-        list_choices,
-        one_model,
-        list_voices,
-        list_voices_in_their_form,
-        preview_voice,
-        rename_voice,
-        remove_voice,
-        *([metrics] if security.private_metrics else []),
-        *([sign_link] if security.speech_urls else []),
-    ]
     return Litestar(
         [
-            Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
+            Router(
+                "/",
+                route_handlers=guarded_routes(limits, security),
+                guards=[check_key],
+                security=openapi.SECURITY,
+            ),
             speak_in_session,
             converse,
             *([speak_link] if security.speech_urls else []),
@@ -159,6 +132,42 @@ def create_app(
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
     )
+
+
+def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterHandler]:
+    """Return the routes that require an API key, if the server has one."""
+    speech = Router(
+        "/",
+        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream],
+        request_max_body_size=limits.speech_body_bytes,
+        middleware=[LargeBodies],
+    )
+    uploads = Router(
+        "/",
+        route_handlers=[
+            voices_options,
+            add_voice,
+            list_pronunciations,
+            replace_pronunciations,
+            transcribe,
+        ],
+        request_max_body_size=limits.upload_body_bytes,
+        middleware=[LargeBodies],
+    )
+    return [
+        speech,
+        uploads,
+        list_models,
+        list_choices,
+        one_model,
+        list_voices,
+        list_voices_in_their_form,
+        preview_voice,
+        rename_voice,
+        remove_voice,
+        *([metrics] if security.private_metrics else []),
+        *([sign_link] if security.speech_urls else []),
+    ]
 
 
 @asynccontextmanager
