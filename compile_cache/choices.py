@@ -34,11 +34,20 @@ def fastest(key: str, ways: Ways) -> str | None:
     """Return the name of the fastest way, or None if it was not measured. key: the computation and shape."""
     if (assumed := _assumed.get()) is not None:
         return assumed
-    whose = device_name(), key
-    if _known.get(whose) not in ways and _measuring.get() and not is_recording():
-        _known[whose] = min(ways, key=lambda name: time_us(ways[name]))
-    way = _known.get(whose)
+    if known(key) not in ways and is_measuring():
+        _known[device_name(), key] = min(ways, key=lambda name: time_us(ways[name]))
+    way = known(key)
     return way if way in ways else None
+
+
+def known(key: str) -> str | None:
+    """Return the name of the fastest way that was measured on this device, or None."""
+    return _assumed.get() or _known.get((device_name(), key))
+
+
+def is_measuring() -> bool:
+    """Return whether `fastest` measures now."""
+    return _measuring.get() and not is_recording()
 
 
 def is_recording() -> bool:

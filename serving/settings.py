@@ -28,6 +28,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str = "published"  # on a CPU: "published" or "int8"
     chunked: bool = False  # models that render whole speeches render them in chunks
     codec: str = "float32"  # the precision of a GPU's renders: "tf32" or "float32"
+    attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"
     deterministic: bool = False  # equal requests give equal bytes under any load
     compile: bool = True
     warm: bool = True

@@ -81,6 +81,14 @@ Codec = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Attention = Annotated[
+    Literal["auto", "triton", "flashinfer"],
+    Option(
+        help="A GPU's steps attend with the project's own kernels (triton) or with FlashInfer, which is an extra; auto "
+        "times both in the warm-up and takes the faster one.",
+        rich_help_panel=MODEL,
+    ),
+]
 Compile = Annotated[
     bool, Option(help="The model is compiled; --no-compile runs it eagerly.", rich_help_panel=MODEL)
 ]

@@ -24,6 +24,7 @@ from serving.cli.common import (
     MODEL,
     REPLICAS,
     SECURITY,
+    Attention,
     Chunked,
     Codec,
     Compile,
@@ -72,6 +73,7 @@ class Model:
     weights: Weights = "published"
     chunked: Chunked = False
     codec: Codec = "float32"
+    attention: Attention = "auto"
     deterministic: Annotated[
         bool,
         Option(
@@ -166,6 +168,7 @@ class Model:
             self.weights,
             self.chunked,
             self.codec,
+            self.attention,
             self.deterministic,
             self.compile,
             self.warm,

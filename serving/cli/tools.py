@@ -14,6 +14,7 @@ from typer import Argument, Option
 from serving.cli.common import (
     MODEL,
     AsJson,
+    Attention,
     Chunked,
     Codec,
     Compile,
@@ -215,6 +216,7 @@ def warm(
     weights: Weights = "published",
     chunked: Chunked = False,
     codec: Codec = "float32",
+    attention: Attention = "auto",
     deterministic: Annotated[
         bool,
         Option(
@@ -254,6 +256,7 @@ def warm(
         policy=policy,
         deterministic=deterministic,
         codec=codec,
+        attention=attention,
     )
     with progress_bar(", ".join(directories)) as advance:
         made = compile_all(options, advance)
@@ -279,6 +282,7 @@ def parity(
     dtype: DType = None,
     weights: Weights = "published",
     codec: Codec = "float32",
+    attention: Attention = "auto",
     compile: Compile = True,
 ) -> int:
     """Measure a model's numerical error.
@@ -304,6 +308,7 @@ def parity(
         compile=compile,
         frames=frames,
         codec=codec,
+        attention=attention,
         reference_python=str(reference_python) if reference_python.exists() else None,
         log_line=partial(print, file=sys.stderr, flush=True),
     )

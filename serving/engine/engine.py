@@ -61,8 +61,9 @@ class Engine:
     metered listener may leave; then it is paused by backpressure, and after max_stall_s its request fails.
     reference_memory_bytes: of the recordings of all requests whose prompts are not made yet; one request may
     have more. kv_memory_bytes None: for each model room for 1,024 positions a slot, and for one request of
-    the model's longest. codec: in which precision a GPU renders, "tf32" or "float32". after_turn: called on
-    the engine's thread when all audio of an iteration was delivered, or some of it while more is made.
+    the model's longest. codec: in which precision a GPU renders, "tf32" or "float32". attention: of a GPU's
+    steps, "auto", "triton" or "flashinfer". after_turn: called on the engine's thread when all audio of an
+    iteration was delivered, or some of it while more is made.
     Raises ValueError for settings that leave no room.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         report_lag: int | None = None,
         is_deterministic: bool = False,
         codec: str = "float32",
+        attention: str = "auto",
         clock: Callable[[], float] = time.monotonic,
         make_runner: Callable[..., Any] = Runner,
     ):
@@ -115,6 +117,7 @@ class Engine:
             max_unread_s=max_unread_s,
             is_reproducible=is_deterministic,
             codec=codec,
+            attention=attention,
             make_runner=make_runner,
         )
         self.models = {

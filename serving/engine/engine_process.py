@@ -96,6 +96,7 @@ def main() -> None:
             compile=is_compiled,
             is_deterministic=options.deterministic,
             codec=options.codec,
+            attention=options.attention,
         )
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")
@@ -104,8 +105,12 @@ def main() -> None:
         # The first recording would import them, and stop the steps of all listeners for up to two seconds.
         for package in {package for family in families.values() for package in family.encoder_packages}:
             importlib.import_module(package)
-        with one_line_if_full():
-            engine.warm(partial(tell, "warming"), cached)
+        try:
+            with one_line_if_full():
+                engine.warm(partial(tell, "warming"), cached)
+        except ValueError as error:  # a kernel that was asked for cannot be built
+            sys.stderr.write(f"zoo: {error}\n")
+            sys.exit(REFUSED)
     call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
     engine.run()

@@ -59,6 +59,7 @@ class WorkerSettings:
     max_unread_s: float = math.inf
     is_reproducible: bool = False
     codec: str = "float32"
+    attention: str = "auto"
     make_runner: Callable[..., Any] = Runner
 
 
@@ -89,6 +90,7 @@ class ModelWorker:
             settings.is_reproducible,
             self.scheduler.max_prefill_tokens,
             settings.codec,
+            settings.attention,
         )
         if not self.runner.is_synchronous:
             self.scheduler.timing.window_cost = None  # steps wait for no window

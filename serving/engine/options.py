@@ -28,6 +28,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     warm: bool = True
     compile: bool = True
     codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
+    attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"
     deterministic: bool = False  # equal requests give equal bytes, whatever else is served
 
     @classmethod

@@ -46,12 +46,13 @@ def parity(
     frames: int = 50,
     max_slots: int = 8,
     codec: str = "float32",
+    attention: str = "auto",
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure one greedy request for each capability of the model. Returns JSON, with null for infinity.
 
-    max_slots, codec: the settings of the server, so that its compiled code is found in the cache.
+    max_slots, codec, attention: the settings of the server, so that its compiled code is found in the cache.
     reference_python: the Python of the reference's environment; None skips the reference. Raises ValueError.
     """
     plain = zoo.load(model, device=device, dtype="float32")
@@ -64,7 +65,7 @@ def parity(
     theirs = None
     if reference_python is not None:  # first, because it may fail to run
         theirs = against(plain, zoo.find(model)[1], reference_python, work, frames, log_line)
-    engine = Engine(served, max_slots=max_slots, compile=compile, codec=codec)
+    engine = Engine(served, max_slots=max_slots, compile=compile, codec=codec, attention=attention)
     before = counts()
     engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"), cached)
     made = counts() - before

@@ -34,6 +34,7 @@ def warm(
         policy=options.policy,
         is_deterministic=options.deterministic,
         codec=options.codec,
+        attention=options.attention,
     )
     load_s = time.perf_counter() - began_s
     made = []

@@ -21,6 +21,7 @@ FLAGS = {
     "--device": "cpu",
     "--dtype": "bfloat16",
     "--codec": "tf32",
+    "--attention": "triton",
     "--deterministic": None,
     "--no-compile": None,
     "--no-warm": None,

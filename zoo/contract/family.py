@@ -234,6 +234,9 @@ def replace_audio(batch: Batch, is_audio: Tensor) -> Batch:
         kv=batch.kv,
         page=batch.page,
         is_audio=is_audio,
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        attention=batch.attention,
     )
 
 

@@ -38,6 +38,12 @@ class Batch:
     # Of a step where second lanes open late: there are B first lanes and then the G open second ones.
     opened: Tensor | None = None  # [G], the row of each open second lane in `slots`; 0 for padding
     second: Tensor | None = None  # [B], the sequence of each slot's second lane, or of its first one
+    # Of a step that FlashInfer may compute, the same as page_table and kv_lens in int32; otherwise None.
+    block_tables: Tensor | None = None  # [N, P]
+    seq_lens: Tensor | None = None  # [N]
+    attention: str = (
+        "auto"  # "flashinfer" where it computes every step that has block_tables, "auto" the faster
+    )
 
     @property
     def page_tokens(self) -> int:

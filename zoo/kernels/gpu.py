@@ -21,7 +21,9 @@ def of_gpu(name: str) -> ModuleType:
     """Import a module of GPU kernels. Raises ValueError without Triton, which CPU builds of torch lack."""
     try:
         return importlib.import_module(f"zoo.kernels.{name}")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("flashinfer"):
+            raise
         raise ValueError(
             f"a GPU needs Triton, which torch {torch.__version__} does not include: pip install triton"
         ) from None

@@ -15,9 +15,7 @@ one to merge splits.
 
 If every sequence has one query, the positions of a sequence are split over NUM_SPLITS programs and merged
 afterwards. The number is fixed, and a split's size depends only on the length of its sequence, so the other
-sequences of a batch do not change a bit of the result. Why not FlashInfer: before each replay it needs int32
-page numbers and a plan that the host makes from the lengths. Our page table has rows in int64, and a replay
-needs no preparation.
+sequences of a batch do not change a bit of the result. `zoo.nn.flashinfer_attention` may take a step's place.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3; Flash-Decoding (pytorch.org/blog/flash-decoding);
 tiles of ragged sequences as in vLLM, vllm/v1/attention/ops/triton_unified_attention.py.
@@ -339,15 +337,32 @@ def rotary_paged_attention(
     # it.
     if len(q) == len(page_table) and q.dtype in TURNED_WHERE_READ:
         return _launch(q, (k, v, kv_write_index), table, kv, *rest)
+    turned = rotate_and_write(q, k, v, cos, sin, kv, kv_write_index, page_tokens, layer)
+    return _launch(turned, None, None, kv, *rest)
+
+
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv: Tensor,
+    kv_write_index: Tensor,
+    page_tokens: int,
+    layer: int,
+) -> Tensor:
+    """Rotate queries and keys if cos and sin are given, and write keys and values to the pages, in one launch
+    -> rotated queries [T, H, D]. kv_write_index: of layer 0."""
     turned, (heads, dim), kv_heads = q.new_empty(q.shape), q.shape[1:], k.shape[1]
-    cos, sin = table or (q, q)  # q is a placeholder that is not read
+    is_turned = cos is not None and sin is not None
+    # q is a placeholder that is not read
+    cos, sin = (q if table is None else table for table in (cos, sin))
     sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
     padded_dim = max(16, triton.next_power_of_2(dim))
     tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
-    _write[len(q), kv_heads](
-        *tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None
-    )
-    return _launch(turned, None, None, kv, *rest)
+    _write[len(q), kv_heads](*tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, is_turned)
+    return turned
 
 
 def _launch(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from zoo import kernels
 from zoo.contract import Batch
 from zoo.kernels.operator import operator, written_in_regions
+from zoo.nn import flashinfer_attention
 from zoo.nn.rope import rotate
 
 
@@ -32,6 +33,9 @@ class Paged:
         self.kv_lens = batch.kv_lens
         self.cu_seqlens = batch.cu_seqlens
         self.page_tokens = batch.page_tokens
+        self.block_tables = None if batch.block_tables is None else batch.block_tables + offset  # [B, P]
+        self.seq_lens = batch.seq_lens
+        self.attention = batch.attention
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
@@ -39,9 +43,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
     [T, H, D]."""
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
-    return torch.ops.zoo.paged_attention.default(
-        q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale
-    )
+    where = paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens
+    flashinfer = paged.block_tables, paged.seq_lens, paged.attention
+    return torch.ops.zoo.paged_attention.default(q, paged.kv, *where, scale, *flashinfer)
 
 
 def attend_rotated(
@@ -55,7 +59,10 @@ def attend_rotated(
         return attend(q, k, v, paged, scale)
     batch, layer = paged.batch, paged.layer
     where = batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens, batch.page_tokens, layer
-    return torch.ops.zoo.rotary_paged_attention.default(q, k, v, cos, sin, batch.kv, *where, scale)
+    flashinfer = batch.block_tables, batch.seq_lens, batch.attention
+    return torch.ops.zoo.rotary_paged_attention.default(
+        q, k, v, cos, sin, batch.kv, *where, scale, *flashinfer
+    )
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,21 +85,56 @@ def rotary_paged_attention(
     page_tokens: int,
     layer: int,
     scale: float,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    attention: str = "auto",
 ) -> Tensor:
     """Rotate q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D] if given, write keys and values to rows of
-    kv, and run `paged_attention`. kv_write_index and page_table are those of layer 0; the layer's offset is
-    added on reading. Padding tokens may write rows that no sequence reads."""
+    kv, and run `paged_attention`. kv_write_index, page_table and block_tables are those of layer 0; the
+    layer's offset is added on reading. Padding tokens may write rows that no sequence reads."""
+    new = q, k, v, cos, sin, kv, kv_write_index
+
+    def ours(page_table: Tensor, kv_lens: Tensor) -> Tensor:
+        given = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+        return kernels.on_gpu("triton_attention", "rotary_paged_attention", *new, *given)
+
+    def theirs(block_tables: Tensor | None, seq_lens: Tensor | None) -> Tensor:
+        turned, where = (
+            _rotate_and_write(*new, page_tokens, layer),
+            (block_tables, seq_lens, page_tokens, layer),
+        )
+        return torch.ops.zoo.flashinfer_decode.default(turned, kv, *where, scale)
+
+    is_possible = block_tables is not None and seq_lens is not None
+    if is_possible and flashinfer_attention.takes_over(attention, q, kv, page_tokens, ours, theirs):
+        return theirs(block_tables, seq_lens)
     if kernels.use_gpu(q):
-        given = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
-        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *given)
-    offset = 2 * layer * page_tokens
-    kv_write_index, page_table = kv_write_index + offset, page_table + offset
-    rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
+        return ours(page_table, kv_lens)
+    rest = page_table + 2 * layer * page_tokens, kv_lens, cu_seqlens, page_tokens, scale
+    return torch.ops.zoo.paged_attention.default(_rotate_and_write(*new, page_tokens, layer), kv, *rest)
+
+
+def _rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv: Tensor,
+    kv_write_index: Tensor,
+    page_tokens: int,
+    layer: int,
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values -> rotated queries [T, H, D]."""
+    if kernels.use_gpu(q):
+        given = kv, kv_write_index, page_tokens, layer
+        return kernels.on_gpu("triton_attention", "rotate_and_write", q, k, v, cos, sin, *given)
     if cos is not None and sin is not None:
         q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
+    kv_write_index = kv_write_index + 2 * layer * page_tokens
     kv.index_copy_(0, kv_write_index, k)
     kv.index_copy_(0, kv_write_index + page_tokens, v)
-    return torch.ops.zoo.paged_attention.default(q, kv, *rest)
+    return q
 
 
 @operator("paged_attention")
@@ -104,13 +146,27 @@ def paged_attention(
     cu_seqlens: Tensor,
     page_tokens: int,
     scale: float,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    attention: str = "auto",
 ) -> Tensor:
     """Attend with q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b has kv_lens[b]
     positions; q[cu_seqlens[b]:cu_seqlens[b+1]] are its last ones. Queries from cu_seqlens[-1] on are padding,
-    whose result is zero."""
+    whose result is zero. block_tables, seq_lens, attention: as in `zoo.contract.Batch`."""
+
+    def ours(page_table: Tensor, kv_lens: Tensor) -> Tensor:
+        given = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
+        return kernels.on_gpu("triton_attention", "paged_attention", q, *given)
+
+    def theirs(block_tables: Tensor | None, seq_lens: Tensor | None) -> Tensor:
+        given = kv, block_tables, seq_lens, page_tokens, 0, scale
+        return torch.ops.zoo.flashinfer_decode.default(q, *given)
+
+    is_possible = block_tables is not None and seq_lens is not None
+    if is_possible and flashinfer_attention.takes_over(attention, q, kv, page_tokens, ours, theirs):
+        return theirs(block_tables, seq_lens)
     if kernels.use_gpu(q):
-        rest = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
-        return kernels.on_gpu("triton_attention", "paged_attention", q, *rest)
+        return ours(page_table, kv_lens)
     if q.device.type != "cpu":
         return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
     if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query
@@ -129,7 +185,9 @@ def backend(device: torch.device) -> str:
     """Return a description of the code that computes attention on a device. Raises ValueError if it is not
     installed."""
     if device.type == "cuda":
-        return f"Triton {kernels.of_gpu('triton_attention').triton.__version__}"
+        triton = f"Triton {kernels.of_gpu('triton_attention').triton.__version__}"
+        theirs = flashinfer_attention.version()
+        return triton if theirs is None else f"{triton}; steps by FlashInfer {theirs} where it is faster"
     return "kernels.cpp where steps are compiled, else torch" if device.type == "cpu" else "torch"
 
 

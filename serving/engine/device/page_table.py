@@ -89,3 +89,11 @@ class PageTable:
             "kv_lens": self.kv_lens[sequences],
             "cu_seqlens": starts,
         }
+
+
+def for_flashinfer(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the page table and lengths of a step under FlashInfer's names, in int32."""
+    return {
+        "block_tables": fields["page_table"].astype(np.int32),
+        "seq_lens": fields["kv_lens"].astype(np.int32),
+    }

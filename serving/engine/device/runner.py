@@ -24,6 +24,7 @@ from serving.engine.device.page_table import INT, PageTable
 from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging, padded
 from serving.engine.device.streams import AsyncCopy, Observer, Stream
 from zoo.contract import NEVER, Family, Lane, Prompt, View
+from zoo.nn import flashinfer_attention
 from zoo.nn.rows import to_device
 
 
@@ -31,6 +32,7 @@ class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
     prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, "tf32" or "float32".
+    attention: of a GPU's steps, one of `flashinfer_attention.KINDS`; ValueError if it is not possible.
     observer: is told of each launch once it returned, and of each wait for the device. timer: times launches.
     """
 
@@ -46,6 +48,7 @@ class Runner:
         is_deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS[-1],
         codec: str = "float32",
+        attention: str = "auto",
     ):
         self.family = family
         self.num_slots = num_slots
@@ -66,7 +69,9 @@ class Runner:
         )
         self.sizes = Sizes(family, num_slots, self.is_recorded, is_deterministic, prefill_tokens)
         self.past = self._new_past()
-        self.staging = Staging(family, self.table, self.sizes, arena.rows(family), self.past)
+        kv = arena.rows(family)
+        kind = flashinfer_attention.kind(attention, kv, self.page_tokens, is_deterministic)
+        self.staging = Staging(family, self.table, self.sizes, kv, self.past, kind)
         self.lowered = Lowered(family, self.state, self.streams, self.is_recorded, compile)
         self.prompts: dict[int, tuple[Lane, ...]] = {}
 

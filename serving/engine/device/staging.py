@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.engine.device.page_table import INT, PageTable
+from serving.engine.device.page_table import INT, PageTable, for_flashinfer
 from serving.engine.device.streams import LaunchInputs
 from zoo.contract import Batch, Family
 
@@ -88,9 +88,19 @@ class Staging:
     """Places that launches read. On a GPU they never move, so a recorded launch reads new numbers there; a
     launch whose size is not recorded does not use `inputs` and `is_audio`."""
 
-    def __init__(self, family: Family, table: PageTable, sizes: Sizes, kv: Tensor, past: np.ndarray | None):
-        """past [S + 1, P]: the pages of each slot's past, as of `View.pages`; None without any."""
+    def __init__(
+        self,
+        family: Family,
+        table: PageTable,
+        sizes: Sizes,
+        kv: Tensor,
+        past: np.ndarray | None,
+        attention: str = "triton",
+    ):
+        """past [S + 1, P]: the pages of each slot's past, as of `View.pages`; None without any. attention: as
+        of `flashinfer_attention.kind`."""
         self.table = table
+        self.attention = attention
         self.past = past
         self.sizes = sizes
         self.kv = kv
@@ -103,7 +113,8 @@ class Staging:
         num_rows = table.num_sequences + WARM_SLOTS * len(table.lanes)
         self.no_audio = torch.zeros(num_rows, dtype=torch.bool, device=device)
         numbers = table.num_sequences * (4 + table.max_pages) + sizes.num_slots + 1
-        self.step_inputs = LaunchInputs(device, numbers + 2 * sizes.num_slots, 8)
+        numbers += 2 * sizes.num_slots
+        self.step_inputs = LaunchInputs(device, numbers + table.num_sequences * (1 + table.max_pages), 10)
         self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
         width = 0 if past is None else past.shape[1]
         self.render_inputs = LaunchInputs(device, (4 + width) * sizes.num_slots, 5)
@@ -131,6 +142,8 @@ class Staging:
         positions = self.table.kv_lens[sequences] - 1
         starts = np.arange(len(sequences) + 1, dtype=INT)
         fields = self.table.fields(sequences, sequences, positions, starts, self.width)
+        if self.attention != "triton":
+            fields |= for_flashinfer(fields)
         return self.step_inputs.stage(more | fields)
 
     def prefill(
@@ -181,7 +194,7 @@ class Staging:
         """is_audio [T], of a prefill; a step computes its own."""
         if is_audio is None:
             is_audio = self.no_audio[: len(fields["positions"])]
-        return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio)
+        return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio, attention=self.attention)
 
     def gather(self, parts: Sequence[Tensor], place: Tensor, num_rows: int) -> Tensor:
         """Return the parts one behind the other; where launches are recorded, at the beginning of `place`."""

@@ -121,12 +121,13 @@ class LaunchInputs:
             # made within the work: in inference mode a tensor is of another kind, which a graph is compiled
             # for
             return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
-        sizes = [-(-value.size // ALIGNED) * ALIGNED for value in fields.values()]
+        numbers = [as_int64(value) for value in fields.values()]
+        sizes = [-(-len(value) // ALIGNED) * ALIGNED for value in numbers]
         total = sum(sizes)
         assert total <= len(self.place), f"a launch of {total} numbers, where {len(self.place)} fit"
         packed = torch.empty(total, dtype=torch.int64, pin_memory=True)
-        for part, value in zip(packed.split(sizes), fields.values(), strict=True):
-            part.numpy()[: value.size] = value.reshape(-1)
+        for part, value in zip(packed.split(sizes), numbers, strict=True):
+            part.numpy()[: len(value)] = value
 
         def arrive() -> dict[str, Tensor]:
             self.place[:total].copy_(packed, non_blocking=True)
@@ -141,15 +142,25 @@ class LaunchInputs:
 ALIGNED = 2  # int64 numbers: compiled code copies what does not begin at a multiple of 16 bytes
 
 
+def as_int64(value: np.ndarray) -> np.ndarray:
+    """Return the numbers of a field as int64, two of int32 in each."""
+    flat = value.reshape(-1)
+    return np.pad(flat, (0, flat.size % 2)).view(np.int64) if flat.dtype == np.int32 else flat
+
+
 def parts(place: Tensor, fields: dict[str, np.ndarray], sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Pieces of int64 numbers in the shapes of `fields`, as truth values where a field has such: of each
-    number the lowest byte.
+    """Pieces of int64 numbers in the shapes of `fields`, as int32 where a field has such, and as truth values
+    where it has those: of each number the lowest byte.
 
     Each piece has a separate storage over the same memory, since a nested region cannot take two inputs of
     one storage.
     """
     found = {}
     for (name, value), part in zip(fields.items(), place[: sum(sizes)].split(sizes), strict=True):
-        numbers = torch.from_dlpack(part)[: value.size]
-        found[name] = (numbers.view(torch.bool)[::8] if value.dtype == bool else numbers).view(value.shape)
+        numbers = torch.from_dlpack(part)
+        if value.dtype == np.int32:
+            numbers = numbers.view(torch.int32)
+        elif value.dtype == bool:
+            numbers = numbers.view(torch.bool)[::8]
+        found[name] = numbers[: value.size].view(value.shape)
     return found

@@ -228,6 +228,8 @@ def mark_sizes(batch: Batch, tokens: str) -> None:
     if batch.opened is not None and batch.second is not None:
         any_size((batch.opened,), 0, "opened")
         any_size((batch.second,), 0, "batch")
+    if batch.block_tables is not None and batch.seq_lens is not None:
+        any_size((batch.block_tables, batch.seq_lens), 0, "sequences")
     any_size((batch.cu_seqlens,), 0, "edges")
     if not is_recorded:
         any_size((batch.page_table,), 1, "pages")

@@ -29,6 +29,7 @@ from serving.engine.engine import Engine
 from serving.engine.schedule import render_times
 from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from zoo.contract import Family
+from zoo.nn import flashinfer_attention
 from zoo.request import Request
 
 NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few
@@ -104,6 +105,46 @@ def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way,
         heard = listeners[i].samples
         assert len(heard) == len(want), f"request {i}, {said[i]}"
         assert np.abs(heard - want).max(initial=0) < TOLERANCE, f"request {i}, {said[i]}"
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_guided", pytest.param("voxcpm2", marks=pytest.mark.slow)])
+def test_recorded_steps_by_flashinfer_equal_the_plain_loop(name, monkeypatch):
+    """By the plain twin of its kernel, from the tables in int32 that the host stages."""
+    decoded = []
+
+    def plain(*given):
+        decoded.append(given[3].dtype)
+        return plain_decode(*given)
+
+    plain_decode = flashinfer_attention.plain_decode
+    monkeypatch.setattr(flashinfer_attention, "plain_decode", plain)
+    monkeypatch.setattr(flashinfer_attention, "why_not", lambda kv, page_tokens: None)
+    monkeypatch.setattr(flashinfer_attention, "takes_over", lambda attention, *_: attention == "flashinfer")
+    said = requests(name, 5, max_frames=9)
+    truth = [alone(name, request).samples.numpy() for request in said]
+    listeners = [Listener() for _ in said]
+    decoded.clear()
+    LateStream.chance = random.Random(11)
+    with masquerade():
+        engine = Engine(on_gpu(name), max_slots=3, compile=False, attention="flashinfer", clock=Clock())
+        engine.warm(lambda *_: None)
+        [model] = engine.models.values()
+        for i, request in enumerate(said):
+            engine.speak(str(i), request, listeners[i])
+        while engine.turn() or engine.num_requests:
+            engine.clock.now_s += 0.03
+        assert model.runner.graph_misses == 0
+    assert set(decoded) == {torch.int32}
+    for want, listener in zip(truth, listeners, strict=True):
+        assert len(listener.samples) == len(want)
+        assert np.abs(listener.samples - want).max(initial=0) < TOLERANCE
+
+
+def test_a_cpu_refuses_an_attention_for_gpus():
+    with pytest.raises(
+        ValueError, match="attention flashinfer is for GPUs, and the model is on cpu: use auto"
+    ):
+        Engine(TOYS["toy"](), attention="flashinfer")
 
 
 def test_several_models_are_recorded_on_common_streams():

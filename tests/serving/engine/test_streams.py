@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from serving.engine.device.streams import ALIGNED, parts
+from serving.engine.device.streams import ALIGNED, as_int64, parts
 
 
 def packed(fields):
-    sizes = [-(-value.size // ALIGNED) * ALIGNED for value in fields.values()]
+    numbers = [as_int64(value).astype(np.int64) for value in fields.values()]
+    sizes = [-(-len(value) // ALIGNED) * ALIGNED for value in numbers]
     place = torch.full((sum(sizes) + 4,), -1, dtype=torch.int64)
-    for part, value in zip(place.split([*sizes, 4]), fields.values(), strict=False):
-        part[: value.size] = torch.from_numpy(value.reshape(-1).astype(np.int64))
+    for part, value in zip(place.split([*sizes, 4]), numbers, strict=False):
+        part[: len(value)] = torch.from_numpy(value)
     return place, sizes
 
 
@@ -20,14 +21,19 @@ FIELDS = {
     "page_table": np.arange(15).reshape(3, 5),
     "is_last": np.array([True, False, True]),
     "kv_lens": np.array([7]),
+    "block_tables": np.arange(-7, 8, dtype=np.int32).reshape(3, 5),  # an odd number of them
+    "seq_lens": np.array([9], np.int32),
 }
+DTYPES = {np.dtype(bool): torch.bool, np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def test_parts_are_views_of_the_place_in_the_fields_shapes():
     place, sizes = packed(FIELDS)
     found = parts(place, FIELDS, sizes)
     for name, value in FIELDS.items():
-        assert found[name].dtype == (torch.bool if value.dtype == bool else torch.int64)
+        assert found[name].dtype == DTYPES[value.dtype] and found[name].is_contiguous() == (
+            value.dtype != bool
+        )
         assert np.array_equal(found[name].numpy(), value)
         assert found[name].data_ptr() % 16 == place.data_ptr() % 16
     place.zero_()
