@@ -9,6 +9,8 @@ its smallest size.
 
     kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
               and the time of a gated product in one launch and in two
+    flashinfer  FlashInfer's kernels and ours at every family's published shapes, by number of streams: the largest gap,
+              and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
     checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
               and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
@@ -42,7 +44,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,168 +52,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from benchmarks import device_flashinfer, device_kernels
+from benchmarks.device_kernels import DEVICE, Put
+
 TEXTS = (
     "Good morning.",
     "The quick brown fox jumps over the lazy dog.",
     "It is a quarter to eight, and the train leaves now.",
 )
-# query heads, key heads, head size of qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
-SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
-# columns of gate and of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and
-# higgs_v3, of cosyvoice2; qwen3_tts's code predictor
-GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
 REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
-# allowed differences: of a kernel from the plain operator, by dtype; of frames or samples in fp32
-KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SPEECH_GAP = 1e-4
+SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
 # a part announces that it measures, then waits until the others have stopped
 ALONE, SETTLE_S = "is alone", 0.5
 RAMP_S = 2.0  # streams start and settle before they count
-Put = Callable[[str, Any], None]
-
-
-# --- kernels ---
-
-
-def kernels(put: Put) -> None:
-    """Report each kernel's largest gap to the plain operator. Raises AssertionError for a large one."""
-    from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
-
-    wrong: list[str] = []
-
-    def compare(
-        name: str, dtype: torch.dtype, operator: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> None:
-        found = gap(operator, *arguments)
-        put(name, found)
-        wrong.extend([name] * (found > KERNEL_GAPS[dtype]))
-
-    for dtype in KERNEL_GAPS:
-        for shape in SHAPES:
-            name = f"{shape[0]}/{shape[1]} x {shape[2]} {str(dtype).removeprefix('torch.')}"
-            for is_step in (True, False):
-                launch = f"paged attention, {'step' if is_step else 'prefill'}, {name}"
-                compare(launch, dtype, torch.ops.zoo.paged_attention.default, paged(*shape, dtype, is_step))
-                operator = torch.ops.zoo.rotary_paged_attention.default
-                compare(f"turned and written, {launch}", dtype, operator, rotary(*shape, dtype, is_step))
-            attend, grow = torch.ops.zoo.frame_attention.default, torch.ops.zoo.grow_frame_attention.default
-            compare(f"within a frame, {name}", dtype, attend, in_frame(*shape, dtype))
-            compare(f"within a growing frame, {name}", dtype, grow, growing(*shape, dtype))
-    for width in (2048, 4097, 6564):
-        put(f"draws of {width} that differ, of 256", draws_apart(width))
-    seed = torch.arange(64, device=DEVICE) * 7919
-    compare("noise", torch.float32, torch.ops.zoo.uniform.default, (seed, seed + 1, 3, 15, 2048))
-    for rows, (inner, width) in product(GATED_ROWS, GATED):
-        gated(f"gated product, {rows} x {inner} x {width}", rows, inner, width, compare, put)
-    assert not wrong, f"kernels that differ from the plain operators: {', '.join(wrong)}"
-
-
-def gated(name: str, rows: int, inner: int, width: int, compare: Callable[..., None], put: Put) -> None:
-    """Compare a gated product in one launch, and by cuBLAS with a second launch, with the plain operator;
-    time both."""
-    from compile_cache import choices
-    from zoo.nn.swiglu import WAYS, computed
-
-    dtype = torch.bfloat16
-    arguments = random(rows, width, dtype=dtype), random(2 * inner, width, dtype=dtype) * (width**-0.5 / 4)
-    for way in WAYS:
-        with choices.assumed(way):
-            compare(f"{name}, {way}", dtype, torch.ops.zoo.swiglu_linear.default, arguments)
-    if DEVICE == "cuda":
-        with alone(put), torch.inference_mode():
-            taken = {way: choices.time_us(partial(computed, way, *arguments)) for way in WAYS}
-        put(f"{name}, us", {way: round(us, 1) for way, us in taken.items()})
-
-
-def gap(operator: Callable[..., Any], *arguments: Any) -> float:
-    from zoo import kernels
-
-    with torch.inference_mode():
-        found = operator(*arguments)
-        with kernels.plain():
-            expected = operator(*arguments)
-    pairs = [(found, expected)] if isinstance(found, Tensor) else list(zip(found, expected, strict=True))
-    return max(float((a.double() - b.double()).nan_to_num(nan=torch.inf).abs().max()) for a, b in pairs)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
-
-
-def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """Return sequences of 1 to 3,000 positions in one layer of scattered pages; NaN behind each length."""
-    lens = torch.tensor([1, 17, 500, 1500, 3000])
-    new = torch.ones_like(lens) if is_step else torch.tensor([1, 17, 100, 33, 64])
-    pages = -(-int(lens.max()) // 16)
-    order = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(0)).view(len(lens), -1)
-    kv = random(len(lens) * pages * 32, kv_heads, dim, dtype=dtype)
-    at = torch.arange(pages * 16)
-    rows = order[:, at // 16] * 32 + at % 16  # [5, positions]: the row of each key
-    beyond = rows[at >= lens[:, None]].to(DEVICE)
-    kv[torch.cat((beyond, beyond + 16))] = torch.nan
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
-    table, lens, starts = ((order * 32).to(DEVICE), lens.to(DEVICE), starts.to(DEVICE))
-    return random(int(new.sum()), heads, dim, dtype=dtype), kv, table, lens, starts, 16, dim**-0.5
-
-
-def rotary(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """Return the arguments of `paged` before the new keys and values are written."""
-    q, kv, table, lens, starts, page, scale = paged(heads, kv_heads, dim, dtype, is_step)
-    rows = random(len(q), (heads + 2 * kv_heads) * dim, dtype=dtype)
-    parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
-    angle = random(len(q), dim // 2).repeat(1, 2)
-    token = torch.arange(len(q), device=DEVICE)
-    owner = torch.searchsorted(starts[1:], token, right=True)
-    at = lens[owner] - starts[owner + 1] + token
-    written = table[owner, at // page] + at % page
-    turn = angle.cos().to(dtype), angle.sin().to(dtype)
-    return (
-        *(x.unflatten(1, (-1, dim)) for x in parts),
-        *turn,
-        kv,
-        written,
-        table,
-        lens,
-        starts,
-        page,
-        0,
-        scale,
-    )
-
-
-def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    rows = random(128, 11, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    q, k, v = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-    angle = random(11, dim)
-    return *(x.unflatten(-1, (-1, dim)) for x in (q, k, v)), angle.cos(), angle.sin(), dim**-0.5, 0
-
-
-def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the last two positions of a cache, so that none of it is undefined."""
-    rows = random(128, 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-    angle, cache = random(11, dim), random(128, 2, kv_heads, 11, dim)
-    norms = random(dim, dtype=dtype), random(dim, dtype=dtype)
-    first = torch.full((1,), 9, dtype=torch.int64, device=DEVICE)
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x in parts)
-    return q, k, v, angle.cos(), angle.sin(), dim**-0.5, first, cache, *norms, 1e-6, False, False
-
-
-def draws_apart(width: int) -> int:
-    """Return how many of 256 rows draw another value. A sum close to the edge may round differently."""
-    from zoo import kernels
-    from zoo.nn import sampling
-
-    seed, step = torch.arange(512, device=DEVICE).view(2, -1)
-    logits, noise = 3 * random(256, width), sampling.gumbel(seed, step, range(1), width)[:, 0]
-    how = (torch.full((256,), value, device=DEVICE) for value in (0.8, 50, 0.9))
-    arguments = logits, *how, noise
-    drawn = torch.ops.zoo.draw.default(*arguments)
-    with kernels.plain():
-        return int((drawn != torch.ops.zoo.draw.default(*arguments)).sum())
 
 
 # --- checks ---
@@ -484,7 +338,8 @@ def run_part(options: argparse.Namespace) -> None:
         print(f"{options.part}: {name}: {value}", file=sys.stderr, flush=True)
 
     parts: dict[str, Callable[..., None]] = {
-        "kernels": kernels,
+        "kernels": partial(device_kernels.kernels, alone=alone),
+        "flashinfer": partial(device_flashinfer.compared, alone=alone),
         "checks": checks,
         "figures": partial(figures, options=options),
     }
@@ -520,7 +375,12 @@ def main() -> None:
 
     names = list(zoo.families()) if options.checks is None else options.checks
     models = [f"{name}=tiny" for name in zoo.families()] if options.models is None else options.models
-    parts = [*(f"figures={model}" for model in models), "kernels", *(f"checks={name}" for name in names)]
+    parts = [
+        *(f"figures={model}" for model in models),
+        "kernels",
+        "flashinfer",
+        *(f"checks={name}" for name in names),
+    ]
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(),
