@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from zoo.checkpoint.json_files import read_config
@@ -141,7 +142,8 @@ def _permuted(config: Config, name: str, value: Tensor, split: Callable[[int], t
     if not name.endswith((".attn.q_proj.weight", ".attn.k_proj.weight")):
         return value
     head_dim = (config.backbone if name.startswith("backbone.") else config.depth).head_dim
-    return value.unflatten(0, (-1, *split(head_dim))).transpose(1, 2).flatten(0, 2)
+    first, second = split(head_dim)
+    return rearrange(value, "(h a b) d -> (h b a) d", a=first, b=second)
 
 
 def codec(config: MimiConfig) -> dict[str, str]:

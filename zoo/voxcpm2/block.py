@@ -6,6 +6,7 @@ Source: OpenBMB/VoxCPM, modules/minicpm4/model.py; MiniCPM4 (arXiv 2506.07900).
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,11 +101,12 @@ class LocalBlock(Block):
             return attend_within(q, k, v, cos, sin, self.head_dim**-0.5, first).flatten(2)
         cos, sin = cos[:, None], sin[:, None]
         q, k = rope(q, cos[self.kept], sin[self.kept]), rope(k, cos, sin)
-        q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, kept, dim]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]
+        kept = q.shape[1]
         # nothing is masked, so the queries of a group can be folded into the axis of positions
-        mixed = F.scaled_dot_product_attention(q.flatten(2, 3), k, v).unflatten(2, q.shape[2:4])
-        return mixed.permute(0, 3, 1, 2, 4).flatten(2)
+        q = rearrange(q, "b l (h g) d -> b h (g l) d", h=self.kv_heads)  # [B, Hkv, G * kept, dim]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return rearrange(mixed, "b h (g l) d -> b l (h g d)", l=kept)
 
 
 class LongRope(nn.Module):

@@ -3,6 +3,7 @@ way."""
 
 from __future__ import annotations
 
+from einops import rearrange
 from torch import Tensor
 
 from zoo.nn import dac
@@ -63,9 +64,10 @@ class Rearranged:
         if not name.endswith(".mixer.in_proj.weight"):
             return tensor
         turned = (self.stack.heads + self.stack.kv_heads) * self.stack.head_dim
-        rows = tensor[:turned].unflatten(0, (-1, self.stack.head_dim // 2, 2))
         rearranged = tensor.clone()
-        rearranged[:turned] = rows.transpose(1, 2).flatten(0, 2)
+        rearranged[:turned] = rearrange(
+            tensor[:turned], "(h pairs two) d -> (h two pairs) d", pairs=self.stack.head_dim // 2, two=2
+        )
         return rearranged
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -167,8 +168,8 @@ class TransformerBlock(nn.Module):
             return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
         lanes = cache.shape[2]
         new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 inner]
-        kv = seen.exchange(cache, new).unflatten(-1, (2, self.heads, -1))  # [B, K, L, 2, H, dim]
-        k, v = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # 2 of [L * B, H, K, dim]
+        kv = seen.exchange(cache, new)  # [B, K, L, 2 H dim]
+        k, v = rearrange(kv, "b k l (two h d) -> two (b l) h k d", two=2, h=self.heads)  # [L * B, H, K, dim]
         q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return attend(q, k, v, mask).transpose(1, 2).flatten(2)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -230,8 +231,8 @@ def stretch_attention(
     new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 * H * D]
     before = first + layers[block] * chunk * new[0, 0].numel()
     held = PagedLayer(arena, pages, capacity // chunk, before).exchange(seen, new)
-    kv = torch.cat((held, new), 1).unflatten(-1, (2, heads, -1))
-    keys, values = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # [B * L, H, K, D]
+    kv = torch.cat((held, new), 1)
+    keys, values = rearrange(kv, "b k l (two h d) -> two (b l) h k d", two=2, h=heads)  # [B * L, H, K, D]
     queries = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     mask = seen.mask.repeat_interleave(lanes, 0)[:, None]
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
