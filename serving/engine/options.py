@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from serving.settings import EngineArguments
+from serving.settings import EngineArguments, ModelOptions
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True):
+class Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, str]  # their directories, by the id that clients know
-    device: str | None = None  # None: the GPU where there is one
-    dtype: str | None = None
-    device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
-    weights: str = "published"  # on a CPU: "published" or "int8"
-    chunked: bool = False  # models that render whole speeches render them in chunks
     # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
     max_slots: int | None = None
     kv_memory_bytes: int | None = None
@@ -25,11 +20,6 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     max_unread_s: float = 30.0  # audio that a client may leave
     max_stall_s: float = 60.0  # for which a client may leave so much
     reference_memory_bytes: int = 256 << 20  # of recordings that wait to be encoded
-    warm: bool = True
-    compile: bool = True
-    codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
-    attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"
-    deterministic: bool = False  # equal requests give equal bytes, whatever else is served
 
     @classmethod
     def of(cls, arguments: EngineArguments) -> Options:

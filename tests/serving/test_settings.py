@@ -153,7 +153,7 @@ def test_a_child_reads_the_arguments_that_the_supervisor_wrote(arguments):
 
 def test_the_engine_process_is_told_every_value_that_it_has():
     told = Options.of(EngineArguments(Settings(), "s", 3))
-    assert told == Options({})  # its defaults are the settings'
+    assert told == Options(models={})  # its defaults are the settings'
 
 
 @pytest.mark.parametrize(

@@ -130,17 +130,17 @@ def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     free = int(exact.total / (1 - SPARE_PART)) + 1
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    slots, kv_memory_bytes = sizes(Options(models))
+    slots, kv_memory_bytes = sizes(Options(models=models))
     assert slots == 2 and 0 <= kv_memory_bytes - exact.kv_cache <= 1
-    assert sizes(Options(models, max_slots=1))[1] > kv_memory_bytes
-    assert sizes(Options(models, max_slots=1, kv_memory_bytes=77)) == (1, 77)
+    assert sizes(Options(models=models, max_slots=1))[1] > kv_memory_bytes
+    assert sizes(Options(models=models, max_slots=1, kv_memory_bytes=77)) == (1, 77)
     with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
-        sizes(Options(models, max_slots=4))
+        sizes(Options(models=models, max_slots=4))
 
 
 def test_sizes_on_a_cpu_need_no_survey():
-    assert sizes(Options({"a": "nowhere"}, device="cpu")) == (8, None)
-    assert sizes(Options({"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)
+    assert sizes(Options(models={"a": "nowhere"}, device="cpu")) == (8, None)
+    assert sizes(Options(models={"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(mon
     model = {"m": str(directory("qwen3_tts", "tiny"))}
 
     def slots(policy: str, **more: int) -> int:
-        return sizes(Options(model, device="cpu", policy=policy, **more))[0]
+        return sizes(Options(models=model, device="cpu", policy=policy, **more))[0]
 
     assert (slots("streaming"), slots("fifo"), slots("throughput")) == (8, 8, 64)
     assert slots("throughput", max_slots=3) == 3
