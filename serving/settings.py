@@ -69,6 +69,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_chars: int = 8000
     reference_bytes: int = 10 << 20  # of one recording, as it is sent
     reference_s: float = 60.0
+    reference_dir: str | None = None  # where ref_audio may be a path; None: nowhere
     allows_url_references: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
     reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings

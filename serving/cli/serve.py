@@ -65,7 +65,7 @@ def serve(
         aliases=model.names(served, repository_names(models)),
         memory=memory.settings(),
         latency=latency.settings(),
-        limits=limits.settings(security.allow_url_references, num_bytes(memory.http_memory)),
+        limits=limits.settings(security, num_bytes(memory.http_memory)),
         security=security.settings(),
     )
     if logs.log is not None:

@@ -356,7 +356,7 @@ class Limits:
         ),
     ] = 600
 
-    def settings(self, allows_url_references: bool, memory_bytes: int) -> settings.Limits:
+    def settings(self, security: Security, memory_bytes: int) -> settings.Limits:
         """Raises ValueError."""
         return settings.Limits(
             waiting=self.max_waiting,
@@ -365,7 +365,8 @@ class Limits:
             text_chars=self.max_text,
             reference_bytes=num_bytes(self.max_reference_bytes),
             reference_s=self.max_reference_s,
-            allows_url_references=allows_url_references,
+            allows_url_references=security.allow_url_references,
+            reference_dir=None if security.reference_dir is None else str(security.reference_dir),
             voices=self.max_voices,
             reading=self.max_reading,
             sessions=self.max_sessions,
@@ -416,6 +417,17 @@ class Security:
             rich_help_panel=SECURITY,
         ),
     ] = False
+    reference_dir: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            help="Clients may name recordings in this directory by their path.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
     cors_origins: Annotated[
         list[str],
         Option(

@@ -48,6 +48,7 @@ from serving.http.routes.pronunciations import list_pronunciations, replace_pron
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
+from serving.http.routes.ssml import translate
 from serving.http.routes.status import health, metrics, ready
 from serving.http.routes.transcriptions import transcribe
 from serving.http.routes.voices import (
@@ -58,7 +59,9 @@ from serving.http.routes.voices import (
     rename_voice,
     voices_options,
 )
+from serving.http.routes.vox_serve import add_text, end_stream, generate, hear_stream, start_stream
 from serving.http.server import Server, check_key
+from serving.http.text_streams import TextStreams
 from serving.settings import URL_SECRET, HTTPArguments, Limits, Security, Settings
 from zoo.text.pronunciations import read_file
 
@@ -104,6 +107,7 @@ def create_app(
     server = Server(
         engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
     )
+    streams = TextStreams(server)
     links = Links(url_secret or secrets.token_hex())
     return Litestar(
         [
@@ -122,12 +126,15 @@ def create_app(
             *([page.start, page.part] if settings.playground else [page.start_without_page]),
             *([api_page.start, api_page.part] if settings.playground else []),
         ],
-        dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
+        dependencies={
+            "server": Provide(lambda: server, sync_to_thread=False),
+            "streams": Provide(lambda: streams, sync_to_thread=False),
+        },
         lifespan=[connect],
         exception_handlers={Exception: answer_error},
         after_exception=[log_lost_session],
         request_max_body_size=MAX_BODY_BYTES,
-        state=State({"server": server, "heartbeat_fd": heartbeat_fd, "links": links}),
+        state=State({"server": server, "streams": streams, "heartbeat_fd": heartbeat_fd, "links": links}),
         openapi_config=openapi.CONFIG,
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
@@ -138,7 +145,7 @@ def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterH
     """Return the routes that require an API key, if the server has one."""
     speech = Router(
         "/",
-        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream],
+        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream, generate, start_stream],
         request_max_body_size=limits.speech_body_bytes,
         middleware=[LargeBodies],
     )
@@ -165,6 +172,10 @@ def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterH
         preview_voice,
         rename_voice,
         remove_voice,
+        add_text,
+        hear_stream,
+        end_stream,
+        translate,
         *([metrics] if security.private_metrics else []),
         *([sign_link] if security.speech_urls else []),
     ]
@@ -185,6 +196,7 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+    await app.state.streams.close()
     await server.references.close()
     if server.aligner is not None:
         await server.aligner.close()

@@ -183,7 +183,8 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if field in fields and message == GIVEN_TWICE:
         return refusal(400, f"{field} is given more than once", field)
     if field in fields:
-        return refusal(400, f"{key}: {uncapitalized(message)}; {field} takes {fields[field]}", field)
+        text = f"{key}: {uncapitalized(message)}; {field} takes {fields[field]}"
+        return refusal(wrong(field), text, field)
     if unknown := re.search("unknown field `(.*)`", message):
         return refusal(
             400,
@@ -195,6 +196,12 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     name = next(iter(fields))
     return refusal(400, f"the body must be an object with the field {name}: {uncapitalized(message)}")
+
+
+def wrong(field: str) -> int:
+    """Return the status for a wrong value: 400 as from OpenAI, but speaches' clients expect 422 for its own
+    field."""
+    return 422 if field == "sample_rate" else 400
 
 
 def uncapitalized(message: str) -> str:

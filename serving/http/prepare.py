@@ -20,7 +20,9 @@ RESPONSES = {
     404: UNKNOWN,
     413: TOO_LARGE,
     422: ResponseSpec(
-        ErrorBody, description="the model generated no audio (code no_audio); the message says what may help"
+        ErrorBody,
+        description="sample_rate is wrong, or the model generated no audio (code no_audio); the message says "
+        "what may help",
     ),
     **LIMITED,
     **REFUSALS,

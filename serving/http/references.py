@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 import httpx
 
+from serving.http import reference_files
 from serving.http.bodies import read_beside
 from serving.http.decoders import Decoders
 from serving.http.errors import refusal
 from serving.http.quota import Quota
 from serving.http.recordings import Recordings
+from serving.http.reference_files import is_path
 from serving.http.schemas import GivenReference, Limits, Model, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference, StoredClip
@@ -134,7 +136,12 @@ class References:
             with self.fetching.take():
                 data = await self._fetch(audio)
             return await self.decoded(lambda: data, taken_s(model))
-        return await self.decoded(lambda: unpack(audio, self.limits.reference_bytes), taken_s(model))
+        read = self._read if is_path(audio) else unpack
+        return await self.decoded(lambda: read(audio, self.limits.reference_bytes), taken_s(model))
+
+    def _read(self, path: str, max_bytes: int) -> bytes:
+        """Raises ValueError."""
+        return reference_files.read(path, self.limits.reference_dir, max_bytes)
 
     async def decoded(self, read: Callable[[], bytes], possible_s: tuple[float, float]) -> AudioClip:
         """Decode the file that `read` returns. Raises ValueError, and the refusal."""

@@ -12,7 +12,8 @@ from litestar import Request
 from litestar.exceptions import HTTPException
 
 from serving.audio import encode
-from serving.http.errors import SPEECH, cut, refusal, uncapitalized
+from serving.http.errors import SPEECH, cut, refusal, uncapitalized, wrong
+from serving.http.foreign import translated
 from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, Model, SpeechRequest
 from serving.http.server import Server
 
@@ -22,6 +23,7 @@ FOREIGN = frozenset(
     (
         *("non_streaming_mode", "initial_codec_chunk_frames", "stage_params", "stage_sampling"),
         *("stream_codec_output", "suppress_bootstrap_silence", "token_count", "duration_tokens"),
+        "stream_audio",
         *(
             "lang_code",
             "normalization_options",
@@ -36,20 +38,24 @@ MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
 class ForgetfulRequest(Request[Any, Any, Any]):
-    """A request whose null fields are defaults, and that can drop its body: the body may have megabytes,
-    and the answer takes minutes."""
+    """A request whose null fields are defaults, whose fields have our names, and that can drop its body: the
+    body may have megabytes, and the answer takes minutes."""
+
+    translated: dict[str, Any] | None = None  # the body under our names
 
     async def json(self) -> Any:
         body = await super().json()
-        if isinstance(body, dict):
-            self._json = body = {name: value for name, value in body.items() if not is_default(name, value)}
+        if isinstance(body, dict) and self._json is not self.translated:
+            body = translated(body, is_strict=self.app.state.server.names.is_strict)
+            body = {name: value for name, value in body.items() if not is_default(name, value)}
+            self._json = self.translated = body
         return body
 
     async def take_json(self) -> Any:
         """Return the body and drop every other reference to it."""
         body = await self.json()
         self._body = self._connection_state.body = b""
-        self._json = self._connection_state.json = None
+        self._json = self.translated = self._connection_state.json = None
         return body
 
 
@@ -74,7 +80,7 @@ def wrong_field(message: str) -> HTTPException:
     field = re.split(r"[.\[`]", where)[0]
     if field not in fields:
         return refusal(400, f"the request must be an object with the field input: {uncapitalized(message)}")
-    return refusal(400, f"{field}: {uncapitalized(what)}; {field} takes {fields[field]}", field)
+    return refusal(wrong(field), f"{field}: {uncapitalized(what)}; {field} takes {fields[field]}", field)
 
 
 def is_default(name: str, value: object) -> bool:

@@ -733,6 +733,7 @@ class AudioSegment(msgspec.Struct, tag_field="type", tag="speech.audio.segment")
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):
     usage: Usage
+    token_usage: Usage  # the same, under speaches' name
 
 
 class AudioError(msgspec.Struct, tag_field="type", tag="error"):

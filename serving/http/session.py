@@ -40,6 +40,7 @@ from serving.http.events import (
     any_object,
     client_event,
 )
+from serving.http.foreign import translated
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
@@ -47,6 +48,7 @@ from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.socket import SILENT, STOPS, Closed, Socket, away, ended
 from serving.http.utterance import Idle, Settings, Utterance, heard
+from serving.http.vllm_events import SessionDone, with_their_fields
 from serving.http.word_times import Word
 
 PATH = "/v1/audio/speech/stream"
@@ -77,6 +79,7 @@ class Session:
         self.cut: Utterance | None = None  # the one that is being interrupted
         self.listing: set[asyncio.Task[None]] = set()  # the words of utterances that were cut off
         self.num_utterances = 0
+        self.is_vllms = False  # whether the client is vLLM-Omni's (vllm_events.py)
 
     async def run(self) -> None:
         try:
@@ -123,7 +126,9 @@ class Session:
 
     async def _configure(self, message: dict[str, Any]) -> Settings:
         """Check a session.config and find its voice. Raises the refusal, Away."""
+        self.is_vllms = "task_type" in message
         own = self._own_fields(message)
+        message = translated(message, is_strict=self.server.names.is_strict)
         fields = {
             name: value
             for name, value in message.items()
@@ -284,6 +289,8 @@ class Session:
                 self.queue.popleft()
                 self._keep(utterance)
                 await self._tell(speaking.result())
+                if self.is_vllms and not self.queue and self.open is None:
+                    await self._send_text(SessionDone(self.num_utterances))
 
     async def _speak(self, utterance: Utterance) -> AudioDone | Failure:
         """Speak an utterance, and return its last event. Raises Closed."""
@@ -304,7 +311,11 @@ class Session:
         return Failure(log_refused(error, **facts), utterance.number)
 
     async def _tell(self, event: ServerEvent) -> None:
-        await self.socket.send_text(msgspec.json.encode(event).decode())
+        text = self.queue[0].text if self.queue else ""
+        await self._send_text(with_their_fields(event, text) if self.is_vllms else event)
+
+    async def _send_text(self, message: object) -> None:
+        await self.socket.send_text(msgspec.json.encode(message).decode())
 
 
 def decoded(text: str) -> Config | InputText | InputDone | InputCancel:

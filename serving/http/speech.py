@@ -24,7 +24,7 @@ from serving.audio import encode
 from serving.audio.playback import Playback
 from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal, wrong
 from serving.http.keys import current
 from serving.http.references import LoadedVoice
 from serving.http.schemas import (
@@ -92,7 +92,7 @@ class Speech:
                 request.loudness,
             )
         except ValueError as error:
-            raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
+            raise refusal(wrong("sample_rate"), f"sample_rate: {error}", "sample_rate") from None
         self.began = time.perf_counter()
         self.ttfa_s: float | None = None
         self.playback = Playback(model.sample_rate_hz)
@@ -263,7 +263,8 @@ class Speech:
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
             await self.send_last_words(send)
-            last = event(AudioDone(Usage.of(finished))) if self.is_sse else b""
+            usage = Usage.of(finished)
+            last = event(AudioDone(usage, usage)) if self.is_sse else b""
         else:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
             await self.start(send, num_bytes=len(last))

@@ -118,7 +118,10 @@ class VoiceChooser:
             asked == DEFAULT and not self.names.is_strict
         ):  # SGLang-Omni's clients name it where none is chosen
             return None, None
-        if self.names.is_strict or not is_only_model or asked.lower() not in OPENAI_VOICES:
+        if self.names.is_strict:
+            return asked, None
+        # vLLM-Omni's clients name their default voice next to a recording, too.
+        if not has_recordings and (not is_only_model or asked.lower() not in OPENAI_VOICES):
             return asked, None
         first = None if has_recordings else next(iter(model.voices), None)
         instead = "the recording" if has_recordings else ascii(first)

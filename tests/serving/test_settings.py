@@ -56,6 +56,7 @@ FLAGS = {
     "--private-metrics": None,
     "--speech-urls": None,
     "--allow-url-references": None,
+    "--reference-dir": ".",
     "--cors-origin": "https://a.example",
     "--allowed-host": "a.example",
 }

@@ -17,6 +17,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
+from serving.http.foreign import translated
 from serving.http.keys import admit
 from serving.http.quota import RETRY_S
 from serving.http.references import LoadedVoice
@@ -97,6 +98,7 @@ class Batch:
         """Return an item that is ready to be spoken, or the JSON of its error."""
         model_id = ""
         try:
+            fields = translated(fields, is_strict=self.server.names.is_strict)
             request = request_of(fields)
             model, warnings = self.server.chosen_model(request)
             model_id = model.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
+import msgspec
 from litestar import Request, Response, delete, get, patch, post, route
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
@@ -27,15 +28,23 @@ from serving.http.uploads import (
 )
 from serving.http.voices import clean_name
 
+
+class Names(msgspec.Struct):
+    """The answer of GET /v1/audio/voices?legacy=true."""
+
+    voices: list[str]
+
+
 NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 TAKEN = ResponseSpec(ErrorBody, description="a voice of that name already exists")
 
 
 @get("/v1/audio/voices", responses=REFUSALS)
-async def list_voices(server: Server) -> VoiceList:
+async def list_voices(server: Server, legacy: bool = False) -> VoiceList | Names:
     """List the voices of the served models and the uploaded ones. `models` says which models can use each
-    voice."""
-    return await voice_list(server.models, server)
+    voice. legacy: only names, as older clients of Kokoro-FastAPI read them."""
+    found = await voice_list(server.models, server)
+    return Names([entry.id for entry in found.voices]) if legacy else found
 
 
 @post(
