@@ -80,10 +80,19 @@ class VoiceChooser:
     def choose(self, request: SpeechRequest, model: Model, *, is_only_model: bool) -> VoiceChoice:
         """Return the voice of a request, without reading a recording. Raises the refusal."""
         num_recordings = number_of_recordings(request)
-        name, warning = self._resolved(request.voice_name, model, is_only_model, num_recordings > 0)
+        has_recordings = num_recordings > 0
+        has_description = request.instructions is not None and list(model.modes) == ["design"]
+        name, warning = self._resolved(
+            request.voice_name, model, is_only_model, has_recordings, has_description
+        )
         uploaded: tuple[str, ...] = ()
         if num_recordings:
             check_recordings(num_recordings, request, name, model)
+        elif request.ref_text is not None and name is not None and not self.names.is_strict:
+            uploaded = self._uploaded_of(name, model)
+            warning = "; ".join(
+                filter(None, (warning, "ref_text has no meaning without ref_audio; it is ignored"))
+            )
         elif request.ref_text is not None:
             raise refusal(400, "ref_text is the text of ref_audio, but ref_audio is missing", "ref_text")
         elif name is not None:
@@ -102,12 +111,19 @@ class VoiceChooser:
         return refusal(400, f"there is no voice {voice!r}; {possible_voices(model, uploaded)}", "voice")
 
     def _resolved(
-        self, asked: str | None, model: Model, is_only_model: bool, has_recordings: bool
+        self,
+        asked: str | None,
+        model: Model,
+        is_only_model: bool,
+        has_recordings: bool,
+        has_description: bool,
     ) -> tuple[str | None, str | None]:
         """Return the voice that a name means (None: the model chooses), and a warning if it stands in for
         OpenAI's."""
         if not asked:
             return None if has_recordings else self.names.voices.get(DEFAULT), None
+        if has_recordings and asked == DEFAULT:  # vLLM-Omni's clients always name it
+            return None, None
         if is_own(model.voices, asked) or self.voices.has(asked):
             return asked, None
         if asked in self.names.voices:
@@ -120,8 +136,9 @@ class VoiceChooser:
             return None, None
         if self.names.is_strict:
             return asked, None
-        # vLLM-Omni's clients name their default voice next to a recording, too.
-        if not has_recordings and (not is_only_model or asked.lower() not in OPENAI_VOICES):
+        # vLLM-Omni's clients name their default voice next to a recording or a description, too.
+        is_given_otherwise = has_recordings or has_description
+        if not is_given_otherwise and (not is_only_model or asked.lower() not in OPENAI_VOICES):
             return asked, None
         first = None if has_recordings else next(iter(model.voices), None)
         instead = "the recording" if has_recordings else ascii(first)

@@ -3,6 +3,7 @@
 import base64
 import json
 
+import msgspec
 import pytest
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
@@ -189,3 +190,24 @@ def test_wrong_bodies_for_ssml_get_one_clear_error(server):
     assert server.http.post("/dev/ssml", json={"text": "plain"}).json() == {"text": "plain"}
     assert error(server.http.post("/dev/ssml", json={"text": "<speak>"}), 400)["param"] == "text"
     assert error(server.http.post("/dev/ssml", json={}), 400)["param"] == "text"
+
+
+def test_the_default_voice_next_to_a_recording_means_the_recording(tmp_path):
+    named = msgspec.structs.replace(CLONER, voices=["default"])
+    with Server(tmp_path, models=[named]) as server:
+        assert server.speak("frames 1", voice="default", ref_audio=TONE).status_code == 200
+        assert asked_last(server).request.voice is None and len(asked_last(server).references) == 1
+
+
+def test_an_unknown_voice_next_to_a_description_is_ignored_with_a_warning(tmp_path):
+    designer = msgspec.structs.replace(MODEL, voices=[], modes=["design"])
+    with Server(tmp_path, models=[designer]) as server:
+        answer = server.speak("frames 1", voice="Vivian", instructions="A warm voice")
+        assert answer.headers["x-warning"] == "voice 'Vivian' does not exist; the field is ignored"
+        assert error(server.speak("frames 1", voice="Vivian"), 400)["param"] == "voice"
+
+
+def test_the_words_of_no_recording_are_ignored_next_to_a_voice(server):
+    answer = server.speak("frames 1", voice="ryan", ref_text="a")
+    assert answer.headers["x-warning"] == "ref_text has no meaning without ref_audio; it is ignored"
+    assert error(server.speak("frames 1", ref_text="a"), 400)["param"] == "ref_text"
