@@ -57,6 +57,7 @@ from serving.http.routes.voices import (
     preview_voice,
     remove_voice,
     rename_voice,
+    voice_options,
     voices_options,
 )
 from serving.http.routes.vox_serve import add_text, end_stream, generate, hear_stream, start_stream
@@ -170,6 +171,7 @@ def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterH
         list_voices,
         list_voices_in_their_form,
         preview_voice,
+        voice_options,
         rename_voice,
         remove_voice,
         add_text,

@@ -13,6 +13,7 @@ is wrong gets an error and has no other effect. socket.py lists the close codes.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import deque
@@ -26,7 +27,16 @@ from litestar.types import Receive, Send
 from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.engine_client import Away
-from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal, uncapitalized
+from serving.http.errors import (
+    AWAY_RETRY_S,
+    cut,
+    error_of,
+    log_refused,
+    outcome_of,
+    refusal,
+    uncapitalized,
+    wrong,
+)
 from serving.http.events import (
     AudioDone,
     Config,
@@ -43,12 +53,14 @@ from serving.http.events import (
 from serving.http.foreign import translated
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
+from serving.http.references import LoadedVoice
 from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.socket import SILENT, STOPS, Closed, Socket, away, ended
 from serving.http.utterance import Idle, Settings, Utterance, heard
 from serving.http.vllm_events import SessionDone, with_their_fields
+from serving.http.voice_choice import possible_voices
 from serving.http.word_times import Word
 
 PATH = "/v1/audio/speech/stream"
@@ -56,6 +68,7 @@ MAX_QUEUED = 16  # utterances
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
 ONLY_WORDS = 'a session gives word times alone; set timestamp_granularities to ["word"], or leave it out'
+HALF_PAIR = re.compile(r"\\ud[89ab]..(?!\\ud[c-f])", re.IGNORECASE)
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
@@ -154,6 +167,7 @@ class Session:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
         loaded = await self.socket.while_connected(self.server.references.find(voice, request, model))
         request.forget_audio()
+        check_has_voice(model, loaded)
         return Settings(
             request=request,
             model=model,
@@ -326,7 +340,9 @@ def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
         message = f"a message must be an object whose type is one of {EVENTS}: {uncapitalized(str(error))}"
         raise refusal(400, cut(message, 300), code="invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise refusal(400, f"the message is not valid JSON: {error}", code="invalid_json") from None
+        half = HALF_PAIR.search(text)  # of which msgspec says that the input was cut off
+        why = f"{half[0]} is half of a character" if half is not None else error
+        raise refusal(400, f"the message is not valid JSON: {why}", code="invalid_json") from None
 
 
 def decoded_hz(request: SpeechRequest, model: Model) -> int:
@@ -336,5 +352,11 @@ def decoded_hz(request: SpeechRequest, model: Model) -> int:
     try:
         rate_hz = form.codec_hz(model.sample_rate_hz, request.sample_rate)
     except ValueError as error:
-        raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
+        raise refusal(wrong("sample_rate"), f"sample_rate: {error}", "sample_rate") from None
     return form.decoded_hz or rate_hz
+
+
+def check_has_voice(model: Model, voice: LoadedVoice) -> None:
+    """Refuse the settings of a model that only clones if they give it nothing to clone."""
+    if list(model.modes) == ["clone"] and voice.name is None and not voice.references:
+        raise refusal(400, f"model {model.id!r} needs a voice; {possible_voices(model)}", "voice")

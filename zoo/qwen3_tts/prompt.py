@@ -71,7 +71,8 @@ def options(config: Config, defaults: Defaults) -> tuple[Option, ...]:
 def hints(config: Config) -> dict[str, str]:
     """Return what to use instead of each parameter that the checkpoint does not support."""
     instead = {"base": "it clones a reference", "voice_design": "it makes a voice from instructions"}
-    follows = "1.7B custom_voice and voice_design do" if config.variant == "base" else "the 1.7B model does"
+    names = "1.7B custom_voice and voice_design" if config.variant == "base" else "the 1.7B model"
+    follows = f"{names} of Qwen3-TTS {'do' if config.variant == 'base' else 'does'}"
     hints = {"instructions": follows, "references": "Qwen3-TTS base clones"}
     if config.variant in instead:
         hints["voice"] = instead[config.variant]

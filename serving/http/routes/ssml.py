@@ -28,7 +28,7 @@ class Translated(msgspec.Struct):
 FIELDS["/dev/ssml"] = fields_of(Document)
 
 
-@post("/dev/ssml", status_code=200, responses={400: WRONG, **REFUSALS})
+@post("/dev/ssml", status_code=200, responses={400: WRONG, **REFUSALS}, include_in_schema=False)
 async def translate(data: Document) -> Translated:
     """Return SSML as the text for a speech request with `allow_voice_tags`."""
     if not is_ssml(data.text):

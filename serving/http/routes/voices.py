@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-import msgspec
 from litestar import Request, Response, delete, get, patch, post, route
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
@@ -28,23 +27,20 @@ from serving.http.uploads import (
 )
 from serving.http.voices import clean_name
 
-
-class Names(msgspec.Struct):
-    """The answer of GET /v1/audio/voices?legacy=true."""
-
-    voices: list[str]
-
-
 NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 TAKEN = ResponseSpec(ErrorBody, description="a voice of that name already exists")
 
 
 @get("/v1/audio/voices", responses=REFUSALS)
-async def list_voices(server: Server, legacy: bool = False) -> VoiceList | Names:
+async def list_voices(request: Request[Any, Any, Any], server: Server) -> VoiceList:
     """List the voices of the served models and the uploaded ones. `models` says which models can use each
-    voice. legacy: only names, as older clients of Kokoro-FastAPI read them."""
+    voice."""
     found = await voice_list(server.models, server)
-    return Names([entry.id for entry in found.voices]) if legacy else found
+    if (
+        request.query_params.get("legacy") == "true"
+    ):  # names alone, as older clients of Kokoro-FastAPI read them
+        return Response({"voices": [voice.id for voice in found.data]})  # type: ignore[return-value]
+    return found
 
 
 @post(
@@ -75,6 +71,12 @@ async def add_voice(
 async def voices_options() -> Response[None]:
     """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
     return Response(None, headers={"allow": "GET, OPTIONS, POST"})
+
+
+@route("/v1/audio/voices/{voice_id:str}", http_method="OPTIONS", status_code=204, include_in_schema=False)
+async def voice_options() -> Response[None]:
+    """Answer OPTIONS with all methods, as for the list."""
+    return Response(None, headers={"allow": "DELETE, OPTIONS, PATCH"})
 
 
 @delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})

@@ -887,3 +887,17 @@ def test_a_client_that_leaves_within_the_handshake_is_disconnected():
     early.handshake_complete = False
     with pytest.raises(ClientDisconnected):
         asyncio.run(early.send({"type": "websocket.accept", "subprotocol": None, "headers": []}))
+
+
+def test_half_of_a_character_is_named(server):
+    with session(server) as client:
+        client.socket.send('{"type": "input.text", "text": "\\ud800"}')
+        assert "\\ud800 is half of a character" in client.error()["message"]
+        client.socket.send('{"type": "input.text", "text": "\\ud83d\\ude00", }')
+        assert "half" not in client.error()["message"]
+
+
+def test_a_model_that_only_clones_needs_a_voice_at_once(tmp_path):
+    with Server(tmp_path, models=[CLONER]) as server, session(server) as client:
+        client.send("session.config", model="cloner")
+        assert client.error()["param"] == "voice"

@@ -187,7 +187,7 @@ VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
         (
             {"instructions": "Sing."},
             "instructions",
-            "0.6B custom_voice takes no instructions: the 1.7B model does",
+            "0.6B custom_voice takes no instructions: the 1.7B model of Qwen3-TTS does",
         ),
         (
             {"options": {"text_mode": "diagonal"}},
