@@ -8,8 +8,8 @@ import msgspec
 from litestar import post
 from msgspec import Meta
 
-from serving.http.errors import refusal
-from serving.http.schemas import FIELDS, fields_of
+from serving.http.errors import FIELDS, refusal
+from serving.http.schemas import fields_of
 from serving.http.server import REFUSALS, WRONG
 from serving.http.ssml import is_ssml, text_of
 
