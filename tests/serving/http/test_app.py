@@ -486,6 +486,7 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/models",
         "/v1/models/{model_id}",
         "/v1/audio/models",
+        "/v1/audio/transcriptions",
         "/v1/audio/speech/batch",
         "/v1/audio/voices",
         "/v1/audio/voices/{voice_id}",
