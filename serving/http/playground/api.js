@@ -114,8 +114,16 @@ async function* events(stream) {
   }
 }
 
+/** The address of a conversation with a model. */
+export function realtimeUrl(model) {
+  const url = new URL("v1/realtime", ROOT);
+  url.protocol = url.protocol.replace("http", "ws");
+  url.searchParams.set("model", model);
+  return url.href;
+}
+
 /** Returns a function that turns base64 of int16 into samples. A sample may be split between two calls. */
-function sampleReader() {
+export function sampleReader() {
   let rest = "";
   return (base64) => {
     const bytes = rest + atob(base64);

@@ -4,6 +4,7 @@ import { ApiError, key, listed, readiness, speech } from "./api.js";
 import { curl, python } from "./code.js";
 import { Form } from "./form.js";
 import { Take } from "./take.js";
+import { Talk } from "./talk.js";
 import { Wave } from "./wave.js";
 import { Words } from "./words.js";
 
@@ -12,10 +13,17 @@ const IS_MAC = navigator.platform.startsWith("Mac");
 const $ = (id) => document.getElementById(id);
 const wave = new Wave($("wave"));
 const words = new Words($("words"));
-const form = new Form(showCode);
+const form = new Form(onChange);
+const talk = new Talk(form, contextOf);
 const page = { take: null, isReady: false, isSpeaking: false, needsKey: Boolean(key.get()) };
 page.contexts = new Map(); // AudioContexts, by sample rate
+page.talk = talk;
 globalThis.playground = page; // for the console and the tests
+
+function onChange() {
+  talk.show(form.model);
+  showCode();
+}
 
 /** Waits until the server is ready, then lists its models and voices. */
 async function connect() {
@@ -51,7 +59,7 @@ function askForKey({ message }) {
 }
 
 async function speak() {
-  if (!page.isReady) return;
+  if (!page.isReady || form.model.answers) return;
   stop();
   form.clearErrors();
   setText("problem", "");
