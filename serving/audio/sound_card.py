@@ -18,7 +18,7 @@ def problem() -> str | None:
         sounddevice = importlib.import_module("sounddevice")
         sounddevice.check_output_settings(samplerate=RATE_HZ, channels=1)
     except ImportError:
-        return "that needs the package sounddevice: pip install 'speechzoo[microphone]'"
+        return "that needs the package sounddevice: pip install -e '.[microphone]'"
     except OSError as error:  # of the package, without its library
         return f"{error} (apt install libportaudio2)"
     except ValueError as error:

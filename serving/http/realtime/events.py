@@ -215,7 +215,7 @@ def event_id_of(text: str) -> str | None:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What is in effect. detection None: the client commits its audio and asks for answers itself."""
+    """The settings in effect. detection None: the client commits its audio and asks for answers itself."""
 
     instructions: str = ""
     has_audio: bool = True

@@ -78,7 +78,7 @@ class Response(PartOfSession):
         return FIELD.get(param, param)
 
     async def prepare_text(self) -> None:
-        """There is none."""
+        """A conversation has no text to prepare."""
 
     async def message(self) -> protocol.Speak:
         turns, self.turns = self.turns, []

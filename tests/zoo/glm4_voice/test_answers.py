@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 from models import Clock, Listener, alone, family, serve
 
 from serving.engine.engine import Engine, Finished
-from zoo.request import Request, RequestError, Turn
+from zoo.request import AudioClip, Request, RequestError, Turn
 
 NAME = "glm4_voice"
 PAGE = 16
@@ -105,3 +108,38 @@ def test_tokens_of_others_are_refused(turn, message):
 def test_a_model_that_speaks_texts_takes_no_stop_strings():
     with pytest.raises(RequestError, match="takes no stop strings"):
         family("toy").prompt(Request(text="Hm.", stop=("m",)))
+
+
+@LAGS
+def test_an_answer_goes_on_while_a_long_clip_is_encoded(report_lag):
+    """The clip of 30 s, which no test encoded before, is held in the encoder until the other answer is complete."""
+    running, listeners = engine(report_lag), [Listener(), Listener()]
+    ear, may_end, has_begun = family(NAME).writer.ear, threading.Event(), threading.Event()
+    noise = np.random.default_rng(report_lag).normal(0, 0.1, 30 * 16_000).astype(np.float32)
+    heard = Request(text="", turns=(Turn("user", clip=AudioClip(noise, 16_000)),), max_frames=3)
+
+    def encode(clip):
+        has_begun.set()
+        assert may_end.wait(60)
+        return type(ear)._encode(ear, clip)
+
+    ear._encode = encode
+    try:
+        running.speak("a", HELLO, listeners[0])
+        waiting = threading.Thread(target=running.speak, args=("b", heard, listeners[1]))
+        waiting.start()
+        assert has_begun.wait(60)
+        num_turns = 0
+        while listeners[0].end is None:
+            running.turn()
+            num_turns += 1
+        assert listeners[1].end is None and tuple(listeners[0].end.answer.tokens) == alone(NAME, HELLO).tokens
+        assert num_turns <= len(listeners[0].end.answer.tokens) + 4  # no turn is lost to the encoder
+        may_end.set()
+        waiting.join(60)
+    finally:
+        may_end.set()
+        del ear._encode
+    while listeners[1].end is None:
+        running.turn()
+    assert tuple(listeners[1].end.answer.tokens) == alone(NAME, heard).tokens
