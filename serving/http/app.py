@@ -44,7 +44,11 @@ from serving.http.routes.chat import complete
 from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
 from serving.http.routes.links import sign_link, speak_link
 from serving.http.routes.models import list_choices, list_models, one_model
-from serving.http.routes.pronunciations import list_pronunciations, replace_pronunciations
+from serving.http.routes.pronunciations import (
+    list_pronunciations,
+    pronunciations_options,
+    replace_pronunciations,
+)
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
@@ -155,6 +159,7 @@ def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterH
         route_handlers=[
             voices_options,
             add_voice,
+            pronunciations_options,
             list_pronunciations,
             replace_pronunciations,
             transcribe,

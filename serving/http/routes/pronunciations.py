@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from litestar import get, put
+from litestar import Response, get, put, route
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.http.schemas import ErrorBody, PronunciationList
@@ -18,6 +18,12 @@ NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 async def list_pronunciations(server: Server) -> PronunciationList:
     """List the pronunciations that were uploaded, but not those of the server's own file."""
     return PronunciationList(server.dictionary.uploaded)
+
+
+@route("/v1/audio/pronunciations", http_method="OPTIONS", status_code=204, include_in_schema=False)
+async def pronunciations_options() -> Response[None]:
+    """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
+    return Response(None, headers={"allow": "GET, OPTIONS, PUT"})
 
 
 @put("/v1/audio/pronunciations", responses={400: WRONG, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})
