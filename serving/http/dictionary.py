@@ -1,4 +1,4 @@
-"""The pronunciations that clients have uploaded: one list for all requests, in a file next to the voices."""
+"""Pronunciations from clients: one list for all requests, in a file next to the voices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dictionary:
         self.entries = [*self.uploaded, *self._shared]
 
     def replace(self, entries: Sequence[Pronunciation]) -> None:
-        """Replace what was uploaded, for all requests that begin from now on. Raises OSError, and then nothing
+        """Replace the uploaded entries, for all requests that begin from now on. Raises OSError, and then nothing
         changes."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = msgspec.json.encode(entries)

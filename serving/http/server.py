@@ -201,7 +201,7 @@ class Server:
         return self.sentence_gap_s
 
     def word_times(self, request: SpeechRequest, model: Model) -> WordTimes | None:
-        """Return what finds the word times of an answer; None if the request asks for none."""
+        """Return the word times of an answer; None if the request does not ask for them."""
         if self.aligner is None or "word" not in (request.timestamp_granularities or ()):
             return None
         return WordTimes(self.aligner, self.memory, model.sample_rate_hz, request.speed)

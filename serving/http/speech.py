@@ -226,11 +226,11 @@ class Speech:
             await self.send_event(send, segment)
 
     def word_times(self) -> WordTimes | None:
-        """Return what finds the word times. A subclass whose answer is a part of another shares them."""
+        """Return the word times of this answer. Parts of a session share theirs."""
         return self.server.word_times(self.request, self.model)
 
     def own_words(self) -> AbstractContextManager[Any]:
-        """Return what ends with this request."""
+        """Return the word times that end with this request."""
         return self.words or nullcontext()
 
     async def send_words(self, send: Send) -> None:

@@ -43,7 +43,7 @@ class WordTimes:
     def __init__(self, aligner: Aligner, memory: Quota, rate_hz: int, speed: float):
         self.aligner, self.rate_hz, self.speed = aligner, rate_hz, speed
         self._share = memory.take(0)
-        self._pcm = bytearray()  # what was heard since `_begin`
+        self._pcm = bytearray()  # since `_begin`
         self._begin = 0  # samples before it
         self._request = 0  # samples before the request that is spoken now
         self._num_words = 0  # of that request, which belong to its pieces so far
