@@ -189,7 +189,7 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
     from serving.engine.options import Options
 
     plan = Options(
-        {"batch": directory},
+        models={"batch": directory},
         device=running.device,
         dtype=running.dtype,
         max_slots=running.max_slots,

@@ -91,7 +91,7 @@ def chat(
         raise ValueError(f"{name} speaks texts, it does not answer: use zoo say")
     if spec.licence:
         print(f"zoo: the licence of the weights limits their use: {spec.licence}", file=sys.stderr)
-    given = {"seed": seed, "temperature": temperature}
+    given: dict[str, Any] = {"seed": seed, "temperature": temperature}
     given["options"] = dict(parsed_option(option, spec) for option in options)
     talk = Conversation(family, given, out, form)
     if system is not None:

@@ -35,7 +35,7 @@ class Decoder(nn.Module):
     def prepare(self) -> None:
         """Multiply codebooks and projection in fp64, and keep one row per code."""
         project = self.project.weight.double()
-        books: list[nn.Embedding] = [*self.books]  # type: ignore[list-item]
+        books: list[nn.Embedding] = [*self.books]
         tables = [book.weight.double() @ project.T for book in books]
         self.decoder.keep(tables, self.project.bias.double())
 

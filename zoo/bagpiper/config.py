@@ -87,7 +87,7 @@ class CodecConfig:
         num_codes, width = _shape(shapes, f"{CODEC}.quantizer.quantizers.0.codebook.embed", 2)
         latent, _ = _shape(shapes, f"{CODEC}.fc2.weight", 2)
         channels, _, _ = _shape(shapes, f"{CODEC}.acoustic_decoder.conv1.weight", 3)
-        kernels = []
+        kernels: list[int] = []
         while f"{CODEC}.acoustic_decoder.block.{len(kernels)}.conv_t1.weight" in shapes:
             name = f"{CODEC}.acoustic_decoder.block.{len(kernels)}.conv_t1.weight"
             kernels.append(_shape(shapes, name, 3)[2])

@@ -200,9 +200,9 @@ class Family(nn.Module, ABC, Generic[S]):
         state.check(slots, h.unflatten(0, (lanes, -1)).transpose(0, 1))  # [B, L, D]
         self.emit(state, slots, h)
         done, finite = state.done[slots].long(), state.finite[slots].long()
-        report = (state.ready[slots], done, state.written[slots], finite)
+        report = [state.ready[slots], done, state.written[slots], finite]
         if batch.second is not None:
-            report = (*report, state.lane_at[slots])
+            report.append(state.lane_at[slots])
         return torch.stack(report, 1)
 
     def _step_inputs(

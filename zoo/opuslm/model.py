@@ -200,7 +200,8 @@ class OpusLM(Family[OpusLMState]):
         sampling = (state.text_temperature, state.top_k, state.top_p)
         settings = [value[slots] for value in sampling]
         noise = gumbel(state.seed[slots], state.steps[slots], range(STREAMS, STREAMS + 1), words.shape[1])
-        word = draw_inline(words, *settings, noise[:, 0])
+        temperature, top_k, top_p = settings
+        word = draw_inline(words, temperature, top_k, top_p, noise[:, 0])
         state.step(slots, *self._ids(drawn), self._word_id(word), self.words)
 
     def scores(self, state: OpusLMState, slots: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, get, post
-from litestar.datastructures import UploadFile
+from litestar.datastructures import FormMultiDict, UploadFile
 from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.response import Stream
@@ -90,7 +90,8 @@ class FormRequest(Request[Any, Any, Any]):
                 await value.close()
                 value = base64.b64encode(sample).decode()
             given[name] = value
-        self._form = self._connection_state.form = {}
+        self._form = FormMultiDict()
+        self._connection_state.form = {}
         self._body = self._connection_state.body = b""
         try:
             return msgspec.convert(given, kind, strict=False)
