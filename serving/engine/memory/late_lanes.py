@@ -33,10 +33,12 @@ class LateLanes:
             self.try_again(job)
 
     def try_again(self, job: Job) -> bool:
-        """Return whether there were pages for a second lane that is to open."""
+        """Return whether there were pages for a second lane that is to open, and for the first lane's next
+        step: both follow in one iteration."""
         assert job.opens_lane_at is not None, f"{job.id} opens no lane"
-        skip = self.pages.open_lane(job, job.opens_lane_at)
         slots = self.scheduler.slots
+        has_next = self.pages.grow(job, int(slots.tape.num_ready[job.slot]) + 1)
+        skip = self.pages.open_lane(job, job.opens_lane_at) if has_next else None
         slots.lacks_lane[job.slot] = skip is None
         if skip is None:
             return False

@@ -143,8 +143,10 @@ class SlotPages:
         return True
 
     def num_written(self, job: Job) -> list[int]:
-        """Return how many pages each lane has written to."""
-        return (-(-self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens)).tolist()
+        """Return how many pages each lane has written to. A lane that is not open has the length of an earlier
+        tenant's, or one that is to come."""
+        written = self.runner.kv_lens[self._sequences(job)] * self._is_live(np.array([job.slot]))
+        return (-(-written // self.runner.page_tokens)).tolist()
 
     def needed_to_resume(self, job: Job, frames: int) -> list[int]:
         """Return the pages of a paused job, for its prompt, its positions and its next step, after which it
