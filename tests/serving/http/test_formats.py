@@ -128,10 +128,8 @@ def test_events_contain_the_file(server, name):
     assert len(deltas) > 5 and all(
         set(delta) == {"type", "audio"} and delta["type"] == "speech.audio.delta" for delta in deltas
     )
-    assert done == {
-        "type": "speech.audio.done",
-        "usage": {"input_tokens": 2, "output_tokens": FRAMES, "total_tokens": FRAMES + 2},
-    }
+    usage = {"input_tokens": 2, "output_tokens": FRAMES, "total_tokens": FRAMES + 2}
+    assert done == {"type": "speech.audio.done", "usage": usage, "token_usage": usage}
     file = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
     assert len(decoded(name, file, int(headers["x-sample-rate"]))) >= FRAMES * TONE_SAMPLES
     if name == "pcm":

@@ -133,7 +133,8 @@ def test_the_events_join_to_the_answer(client):
     pcm = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
     assert same(pcm, client.audio.speech.create(**fields).content)
     usage = done.pop("usage")
-    assert done == {"type": "speech.audio.done"} and usage["output_tokens"] == len(pcm) // FRAME_BYTES
+    assert done == {"type": "speech.audio.done", "token_usage": usage}
+    assert usage["output_tokens"] == len(pcm) // FRAME_BYTES
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > usage["output_tokens"]
 
 
