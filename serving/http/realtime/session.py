@@ -243,7 +243,6 @@ class Session:
         if self.is_answering:
             message = "an answer is under way; cancel it, or wait until response.done"
             raise refusal(400, message, code="conversation_already_has_active_response")
-        admit(0)
         asked = asked or ResponseFields()
         settings = self.settings.changed(asked, self.model, self.server.limits.text_chars)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
