@@ -143,7 +143,7 @@ class SlotPages:
         return True
 
     def num_written(self, job: Job) -> list[int]:
-        """Return how many pages each lane has written to. A lane that is not open has the length of an earlier
+        """Return how many pages each lane has written to. One that is not open has the length of an earlier
         tenant's, or one that is to come."""
         written = self.runner.kv_lens[self._sequences(job)] * self._is_live(np.array([job.slot]))
         return (-(-written // self.runner.page_tokens)).tolist()
