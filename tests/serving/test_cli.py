@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import wave
 from functools import partial
 
@@ -49,15 +48,10 @@ def checkpoint(zoo, tmp_path_factory):
     return directory
 
 
-def test_help_appears_quickly():
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        done = process("--help")
-        took.append(time.perf_counter() - began)
-        assert done.returncode == 0 and all(
-            name in done.stdout for name in ("serve", "say", "inspect", "demo-checkpoint")
-        )
+def test_help_does_not_wait_for_torch():
+    done = process("--help")
+    names = ("serve", "say", "inspect", "demo-checkpoint")
+    assert done.returncode == 0 and all(name in done.stdout for name in names)
     imported = subprocess.run(
         [
             sys.executable,
@@ -70,7 +64,6 @@ def test_help_appears_quickly():
         check=True,
     )
     assert imported.stdout == "False\n"  # importing torch would make it slow
-    assert min(took) < 2, took  # about half a second on an idle machine
 
 
 @pytest.mark.parametrize(
