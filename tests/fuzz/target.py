@@ -31,6 +31,8 @@ def fuzzed(directory: Path) -> Iterator[Target]:
         for name, module in CHILDREN.items():
             assert target._pid(module) == target.pids[name], f"the {name} process was restarted"
         assert target.process.poll() is None, "the server ended"
+        # Uploaded pronunciations may change the speech; they are meant to.
+        assert target.http.put("/v1/audio/pronunciations", json={"pronunciations": []}).is_success
         assert target.speak(seed=1).content == before, "the same request gives different audio than before"
         assert "zoo_engine_restarts_total 0.0" in target.http.get("/metrics").text, "the engine was restarted"
         assert until(lambda: is_idle(target), 5), "slots are occupied without a request"

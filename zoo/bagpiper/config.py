@@ -230,7 +230,11 @@ class Config:
 
 def _native(directory: Path, codec: CodecConfig, shapes: Mapping[str, tuple[int, ...]]) -> Config:
     path = find_yaml(directory)
-    assert path is not None, f"{directory} has no YAML of a speech LM"
+    if path is None:
+        raise ValueError(
+            f"{directory} is no Bagpiper: config.json has no model_type of {' or '.join(MODELS)}, "
+            "and no YAML is of a speech LM"
+        )
     root = ConfigBlock(read_yaml(path), file=path.name)
     io = root.block("multimodal_io")
     kinds = [kind for kind in io.values if kind != "continuous_audio"]

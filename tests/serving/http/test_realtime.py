@@ -438,7 +438,7 @@ def heard_with(**input):
         ({"type": "session.close"}, "type", "session.close"),
         ({"type": "session.update", "session": {"modalities": ["text"]}}, "session", "unknown field `modalities`"),
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "cannot change"),
-        ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "tools need POST"),
+        ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "takes no tools"),
         ({"type": "session.update", "session": {"instructions": "a" * 201}}, "instructions", "up to 200"),
         (heard_with(turn_detection={"type": "semantic_vad"}), "session.audio.input.turn_detection.type", "possible: null"),
         (heard_with(format={"type": "audio/pcm", "rate": 16000}), "session.audio.input.format.rate", "rate 24000"),

@@ -24,7 +24,7 @@ def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     torch._dynamo.reset()
     toys = {"toy": Toy(), "other": Toy(kv=KV(num_layers=3, num_heads=1, head_dim=20))}
     monkeypatch.setattr(zoo, "find", lambda model: model)
-    monkeypatch.setattr(zoo, "load", lambda model, **_: toys[model])
+    monkeypatch.setattr(zoo, "load", lambda model, *_, **__: toys[model])
     steps: list[tuple[float, str]] = []
     options = Options(models={"a": "toy", "b": "other"}, device="cpu", max_slots=2)
     one, two = warm(options, lambda *step: steps.append(step))

@@ -212,7 +212,7 @@ def test_keys_are_equal_exactly_when_inputs_are():
             BASE,
             replace(ICL, instructions="Sing."),
             "instructions",
-            "no instructions: 1.7B custom_voice and voice_design do",
+            "no instructions: 1.7B custom_voice and voice_design of Qwen3-TTS do",
         ),
         (
             BASE,
