@@ -1,4 +1,4 @@
-"""What one model's next iteration and its requests are expected to take."""
+"""Estimates of the next iteration and of the requests of one model."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What becomes of a request that has a prompt, on the engine's thread: it gets a slot, its passes follow one
-another, and it ends, is cancelled or fails.
+"""The life of a request that has a prompt, on the engine's thread. It gets a slot, speaks its passes, and
+ends, is cancelled or fails.
 
-Admission, in order:
-- Slots are each model's own: a model whose slots are all taken holds up only its own requests.
-- Pages are shared: of the requests whose model has a free slot the one that came first goes first. If it
-lacks pages, smaller ones of any model may skip it, a bounded number of times. Requests that hold pages end,
-so every request is admitted at some time.
+Admission has two rules:
+- Each model has its own slots. A model without a free slot holds up only its own requests.
+- All models share the pages. Among requests whose model has a free slot, the oldest goes first. If it lacks
+pages, smaller requests of any model may skip it, a bounded number of times. Requests that hold pages end, so
+every request is admitted at last.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict
 
 
 def cpu_slots(options: Options) -> int:
-    """A step of many slots costs little more than one of few, which is worth it while nobody listens. Streams
-    that are listened to must all be made in real time."""
+    """Return the number of slots on a CPU. A step of many slots costs little more than a step of few, so the
+    throughput policy uses many. Streams with listeners must all be made in real time, so they get fewer."""
     if options.policy != "throughput":
         return CPU_SLOTS
     dtype = options.dtype or "float32"

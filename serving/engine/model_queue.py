@@ -36,8 +36,8 @@ class ModelQueue:
         return [job for job in jobs if is_able[job.listener.is_flexible]][:count]
 
     def has_room(self, is_flexible: bool, running: Collection[Job]) -> bool:
-        """Return whether one more may speak now. Some slots are kept from flexible requests, and a
-        session that waits for text takes the place of nobody."""
+        """Return whether one more may speak now. Flexible requests leave some slots free.
+        A session that waits for text does not count."""
         listeners = [job for job in running if not job.listener.is_flexible]
         if is_flexible:
             return len(running) - len(listeners) < self.num_slots - slots_kept(self.num_slots)
@@ -48,9 +48,8 @@ class ModelQueue:
         return num < max_streams or (num == max_streams and self._may_try(num + 1))
 
     def _may_try(self, num: int) -> bool:
-        """Return whether so many may speak, one more than estimates allow: the estimates are old and may
-        be wrong, and
-        all listeners have some audio."""
+        """Return whether `num` requests may speak, one more than the estimates allow. That is safe while all
+        listeners have some audio, and needed because old estimates may be wrong."""
         is_stale = self.forecaster.costs.is_stale(num)
         return is_stale and self.scheduler.runs_dry_in_s(self.clock()) >= TRIAL_BUFFER_S
 
@@ -92,10 +91,10 @@ class ModelQueue:
         return None if wait_s is None else self.forecaster.correction.factor * wait_s
 
     def late(self, now_s: float, max_ttfa_s: float) -> list[tuple[QueuedRequest, float]]:
-        """Return the requests in line that would be heard later than so long after they were accepted, and
-        the seconds until then. The others stay in line as if these had left; one that nobody is ahead of
-        stays, since it waits for itself. Without the correction, which follows from short waits too, and
-        would double a long one within some requests."""
+        """Return the waiting requests that would be heard more than max_ttfa_s after they were accepted, each
+        with its predicted wait in seconds. Each prediction assumes that the requests returned before it have
+        left. The first request stays, because it waits for nobody. The prediction leaves out the correction:
+        short waits change that too, and it would double a long wait within a few requests."""
         late = []
         line = Line(self.forecaster.outlook)
         for request in self._listeners:
@@ -111,5 +110,5 @@ class ModelQueue:
 
 
 def slots_kept(num_slots: int) -> int:
-    """Return how many slots are kept from flexible requests: one in so many, and at least one of several."""
+    """Return how many slots flexible requests leave free: one in FLEXIBLE_SLOTS_KEPT, at least one of several."""
     return min(math.ceil(num_slots / FLEXIBLE_SLOTS_KEPT), num_slots - 1)

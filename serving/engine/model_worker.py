@@ -135,7 +135,7 @@ class ModelWorker:
             self.use_render_times(RenderTimes.measured(times.render_s, sizes, rows_of))
 
     def use_render_times(self, times: RenderTimes) -> None:
-        """Let launches of renders follow from what they take."""
+        """Choose launches of renders by their measured times."""
         self.scheduler.timing.render_times = times
         self.round.max_renders = times.max_in_flight
 
@@ -245,7 +245,7 @@ class ModelWorker:
         self.scheduler.feed(job.slot, None if is_last else steps)
 
     def consume(self, job: Job, frames: int) -> None:
-        """Record that a job's listener consumed so many frames."""
+        """Record that a job's listener consumed `frames` frames."""
         if job.slot >= 0:
             self.scheduler.consume(job.slot, frames, self.clock())
 
@@ -338,13 +338,13 @@ class ModelWorker:
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Let the conversation's next turn find what a pass that is over has generated in the KV cache."""
+        """Index the pages of an ended pass, so that the conversation's next turn finds its tokens there."""
         if job.pages.saved is not None:
             return  # its pages are others'
         self._publish(job, self.family.end_turn(job.prompt, self.tape(job)))
 
     def keep_answer(self, job: Job) -> None:
-        """Note what an answer has said so far, and let a later turn find it in the KV cache."""
+        """Keep an answer's tokens up to now, and index its pages for later turns."""
         job.keep_answer(self.tape(job))
         if job.pages.saved is None:
             self._publish(job, job.answer.tokens)

@@ -20,7 +20,7 @@ class Tenants:
         self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
 
     def renew(self, slot: int) -> None:
-        """Let reports of launches so far find nobody: the slot's next pass begins."""
+        """Begin the slot's next pass. Reports of earlier launches no longer find a tenant."""
         self.generation[slot] += 1
 
     def leave(self, slot: int, give_back: Callable[[], None] = lambda: None) -> None:

@@ -75,9 +75,10 @@ class PageTable:
         starts: np.ndarray,
         width: int | None,
     ) -> dict[str, np.ndarray]:
-        """Return the fields of a Batch over these sequences. owner [T]: the sequence of each input.
-        width: columns of the page table; None: as many as are needed, up to a power of two so that launches
-        look alike."""
+        """Return the fields of a Batch over these sequences.
+
+        owner [T]: the sequence of each input. width: columns of the page table. Without a width, the columns
+        that are needed are rounded up to a power of two, so that launches look alike."""
         if width is None:
             num_pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
             width = min(1 << (num_pages - 1).bit_length(), self.max_pages)

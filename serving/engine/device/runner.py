@@ -170,8 +170,8 @@ class Runner:
             self.streams.lm.run(partial(self._clear, foreign))
 
     def set_past(self, slot: int, pages: Sequence[int]) -> None:
-        """Give a slot all pages of its past: those it had, and new ones. A step must be launched before what
-        they are needed for is rendered."""
+        """Give a slot all pages of its past: those it had, and new ones. The engine must launch a step before
+        it renders frames on the new pages."""
         assert self.past is not None, f"{self.family.spec.family} keeps no past in pages"
         self.past[slot] = self.past[-1]
         self.past[slot, : len(pages)] = pages

@@ -57,7 +57,7 @@ class Sizes:
         return next(n for n in self.buckets if n >= count) if self.is_recorded else count
 
     def open_rows(self, rows: int) -> list[int]:
-        """Return how many open second lanes a step of so many slots may have."""
+        """Return the possible numbers of open second lanes in a step of `rows` slots."""
         if self.is_reproducible:
             return [rows]
         return [0, *(n for n in self.buckets if n <= rows)] if self.is_recorded else list(range(rows + 1))
@@ -121,7 +121,7 @@ class Staging:
 
     @property
     def width(self) -> int | None:
-        """Columns of the page table that a launch gets: all where it is recorded."""
+        """The number of columns of a launch's page table. A recorded launch gets all."""
         return self.table.max_pages if self.sizes.is_recorded else None
 
     def step(self, slots: np.ndarray, opened: np.ndarray | None = None) -> Arrive:

@@ -1,8 +1,8 @@
 """Which layers of a model lie on its GPU, on other GPUs, or on the host (`--device-map`).
 
-Only the layers that `hidden` calls can lie elsewhere, because each runs once per launch, whole. accelerate
-deals them out, in order, to what the first device has left after all other memory, then to the other GPUs,
-then to the host.
+Only the layers that `hidden` calls can lie elsewhere, because a launch runs each of them once, whole. The
+first device holds everything else. accelerate then gives the layers, in order, the rest of that device, the
+other GPUs, and the host.
 """
 
 from __future__ import annotations

@@ -52,10 +52,11 @@ class Pages:
         return len(self._free) + len(self._cached)
 
     def match(self, salt: int, keys: Sequence[int], page_tokens: int, multiple: int = 1) -> list[int]:
-        """The longest run of indexed pages from the start of a prompt, with one reference on each: its first
-        len(pages) * page_tokens positions need not be computed. The last key is never covered, because
-        its hidden state must be computed.
-        keys: one int64 per position. multiple: so many pages at a time."""
+        """Return the longest run of indexed pages from the start of a prompt, and take one reference on each.
+        The first len(pages) * page_tokens positions need not be computed. The run ends before the last key,
+        because the model needs the hidden state there.
+
+        keys: one int64 per position. multiple: the run's length is a multiple of this number of pages."""
         pages = []
         for link in _chain(salt, keys, page_tokens, (len(keys) - 1) // page_tokens):
             if link not in self._page_of:

@@ -6,19 +6,17 @@ then jobs that take no step (their client reads too slowly, or no text is there)
 furthest ahead of its listener. It comes back, bit for bit, before its listener has played its audio; so the
 pause is not heard, as long as the streams together are made in real time.
 
-    speaking ──no page is left, and none is further ahead──> paused (keeps its slot; what is on its tape is
-    rendered)
-       ^                                                      │
-       └── there are pages again, or its buffer is gone and ──┘
-           another one's is larger, which is paused in its place
+    speaking ──no page is free, and no other is further ahead──> paused (keeps its slot; the renderer goes on
+       ^                                                         │       with the frames on its tape)
+       └── pages are free again, or its buffer is empty and ─────┘
+           another request with a larger one is paused instead
 
-Pages are never promised twice: all that a pass may come to need fits into the arena and the host's memory
-that is set apart. Of the latter, twice the largest need stays unpromised. A pause copies a whole stream for
-one page of another, and when two streams change places, both are on the host for a moment. So saved pages
-never exceed the limit. (A later pass may need more than the one before it; its listener does not wait.)
+Pages are never promised twice. The arena and the reserved memory of the host together hold the largest need
+of every pass, and twice the largest single need stays unpromised on the host. The reason: a pause copies a
+whole stream to free one page, and two streams that change places are both on the host for a moment. So saved
+pages never exceed the limit. (A later pass may need more than the one before it; its listener does not wait.)
 
-Copying was chosen over prefilling again: it is exact in every dtype and for every family, whatever its inputs
-follow from.
+Pages are copied, not prefilled again, because a copy is exact in every dtype and for every family.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Paging:
         self.num_pauses = 0
 
     def may_commit(self, num: int) -> bool:
-        """Return whether a newcomer may come to need so many pages."""
+        """Return whether a newcomer can be promised `num` pages."""
         running = (job for model in self.models() for job in model.running.values())
         committed = [num, *(job.pages.committed for job in running)]
         on_host = max(self.max_saved - 2 * max(committed), 0)
@@ -115,7 +113,7 @@ class Paging:
             return True
 
     def _pause_until(self, num: int, others: list[Job]) -> bool:
-        """Pause as few of the others as needed to have so many free pages, and none if all are too few."""
+        """Pause the fewest other requests that free `num` pages. Pause none if all of them hold too few."""
         theirs = sum(other.pages.num_held for other in others)
         if self.pages.free + theirs < num:
             return False

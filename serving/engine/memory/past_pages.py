@@ -34,7 +34,7 @@ class PastPages:
         self.room = np.zeros(runner.num_slots, np.int64)  # frames of each slot's tape
 
     def num_needed(self, prompt: Prompt, frames: int) -> int:
-        """Return the pages for so many frames on the tape."""
+        """Return the number of pages for `frames` frames on the tape."""
         return self.chunk_pages * self.past.chunks(prompt.past_frames + frames)
 
     def match(self, prompt: Prompt) -> list[int]:

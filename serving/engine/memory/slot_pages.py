@@ -35,7 +35,7 @@ class SlotPages:
         self.past = None if past is None else PastPages(runner, pages, past)
 
     def num_needed(self, prompt: Prompt, frames: int | None = None) -> list[int]:
-        """Return the pages for so many frames; None: the most that a request can ever need."""
+        """Return the number of pages of each lane for `frames` frames, or for the longest speech (None)."""
         tokens, num_lanes = self.runner.page_tokens, self.runner.family.spec.lanes
         most = [-(-positions // tokens) for positions in prompt.max_positions]
         closed = [0] * (num_lanes - len(most))
@@ -124,8 +124,8 @@ class SlotPages:
         return slots[is_short].tolist()
 
     def grow(self, job: Job, frames: int) -> bool:
-        """Give each lane that needs one a page more, and the past as many as so many frames need. Return
-        whether there were enough."""
+        """Give each lane its next page if it needs one, and the past its pages for `frames` frames. Return
+        whether there were enough pages."""
         [sequences] = self._sequences(job).reshape(-1, len(job.pages.lanes))
         is_full = (self.runner.kv_lens >= self.room)[sequences] & self._is_live(np.array([job.slot]))
         lanes = np.flatnonzero(is_full).tolist()
@@ -143,14 +143,14 @@ class SlotPages:
         return True
 
     def num_written(self, job: Job) -> list[int]:
-        """Return how many pages each lane has written to. One that is not open has the length of an earlier
-        tenant's, or one that is to come."""
+        """Return how many pages each lane has written to. A lane that is not open counts none: its length is
+        that of an earlier tenant, or of a lane to come."""
         written = self.runner.kv_lens[self._sequences(job)] * self._is_live(np.array([job.slot]))
         return (-(-written // self.runner.page_tokens)).tolist()
 
     def needed_to_resume(self, job: Job, frames: int) -> list[int]:
-        """Return the pages of a paused job, for its prompt, its positions and its next step, after which it
-        has so many frames at most."""
+        """Return the number of pages of each lane that a paused job needs for its prompt, its positions and
+        its next step. It has at most `frames` frames after that step."""
         prompt = [len(lane.inputs) for lane in job.prompt.lanes]
         if job.opens_lane_at is not None:
             prompt.append(job.opens_lane_at + 1)
@@ -176,7 +176,7 @@ class SlotPages:
         self.count(job)
 
     def restore(self, job: Job, needed: Sequence[int]) -> bool:
-        """Give a paused job so many pages. Return whether there were enough."""
+        """Give a paused job the pages that it needs. Return whether there were enough."""
         saved = job.pages.saved
         assert saved is not None, f"{job.id} is resumed, but it is not paused"
         fresh = self.pages.take(sum(needed))

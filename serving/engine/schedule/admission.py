@@ -162,9 +162,11 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """A model as of one iteration. max_concurrency: how many may speak at once. left: iterations that each
-    stream is still to take; tokens: positions of their prompts that are not filled. first_iterations: of
-    a stream, before its first window is due. other_models_s: what other models take of an iteration."""
+    """The state of a model at one iteration.
+
+    max_concurrency: how many requests may speak at once. left: the remaining iterations of each stream.
+    tokens: the positions of each stream's prompts that are not filled. first_iterations: the iterations of a
+    stream before its first window is due. other_models_s: seconds of other models in an iteration."""
 
     max_concurrency: int
     first_iterations: int

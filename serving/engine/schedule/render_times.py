@@ -1,4 +1,4 @@
-"""What renders take on a GPU, as the warm-up measured it, and what follows from it."""
+"""Times of render launches on a GPU, measured by the warm-up, and the choices that follow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RenderTimes:
         sizes: Iterable[int],
         rows_of: Callable[[int], Iterable[int]],
     ) -> RenderTimes:
-        """render_s: seconds of so many rows of so many frames; rows_of: those of launches of so many
+        """render_s: seconds of a launch, by rows and frames. rows_of: the possible rows of a launch, by
         frames."""
         return cls({frames: {rows: render_s(rows, frames) for rows in rows_of(frames)} for frames in sizes})
 

@@ -104,10 +104,10 @@ class Scheduler:
     ) -> None:
         """Begin a pass in a slot, whose listener plays what earlier passes gave.
 
-        prompt_tokens: positions to fill before its first step; skip: those that shared pages already hold.
-        Either is a number for each lane, or one for all. steps: that its text allows so far; None: all of the
-        text is there. expected_frames: an estimate of this pass and those behind it; is_final: there are
-        none.
+        prompt_tokens: positions to fill before its first step. skip: the positions that shared pages already
+        hold. Both are numbers per lane, or one number for all lanes. steps: the steps that the text so far
+        allows (None: the text is complete). expected_frames: an estimate for this pass and the later ones.
+        is_final: no pass follows.
         """
         slots = self.slots
         slots.begin_pass(slot, prompt_tokens, skip, self.iteration)

@@ -49,11 +49,13 @@ class Shapes:
 
 @dataclass
 class Timing:
-    """Recent measurements in seconds. hold_s: audio that the renderer keeps back at most. latency_s: of a
-    window, from its launch to its listener. iteration_s: of an iteration with all who speak (0: not known);
-    other_models_s: the part of it that other models take; step_s: of an iteration without windows.
-    window_cost: what windows take, where they are made one at a time; render_times: what launches of several
-    take, on a GPU."""
+    """Recent measurements in seconds.
+
+    hold_s: the most audio that the renderer keeps back. latency_s: the time from a window's launch to its
+    listener. iteration_s: the length of an iteration with all running requests (0: not known).
+    other_models_s: the share of other models in it. step_s: the length of an iteration without windows.
+    window_cost: times of windows that are rendered one at a time. render_times: times of launches that render
+    several windows, on a GPU."""
 
     frame_s: float
     hold_s: float = 0.0
