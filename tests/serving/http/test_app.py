@@ -1,13 +1,11 @@
 """The HTTP process on a real port, with a fake engine (fake_engine.py)."""
 
-import asyncio
 import io
 import json
 import socket
 import subprocess
 import sys
 import threading
-import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 import yaml
-from fake_engine import MODEL, RATE_HZ, READY, frame
+from fake_engine import MODEL, RATE_HZ, frame
 from http_server import Server, error, until
 from shell import ROOT
 
@@ -259,196 +257,6 @@ def test_a_finished_request_is_not_cancelled(server):
     assert answer.headers["x-request-id"] not in server.engine.cancelled
 
 
-BAD_FIELDS = [
-    ({"input": ""}, "input", "^input is empty$"),
-    ({"input": " \n\t"}, "input", "^input is empty$"),
-    ({"input": "x" * 101}, "input", "101 characters; this server takes up to 100"),
-    ({"input": 5}, "input", "expected `str`"),
-    (
-        {"input": "x", "response_format": "wma"},
-        "response_format",
-        "mp3 .*, opus .*, webm .*, wav, pcm .*, ulaw .* or alaw",
-    ),
-    ({"input": None}, "input", "input is missing"),
-    ({"input": "x", "sample_rate": 7999}, "sample_rate", "from 8000 to 48000"),
-    ({"input": "x", "sample_rate": 44100.5}, "sample_rate", "from 8000 to 48000"),
-    ({"input": "x", "sample_rate": 9000}, "sample_rate", "does not support 9000 Hz; use one of 8000, 11025"),
-    (
-        {"input": "x", "sample_rate": 24000, "response_format": "opus"},
-        "sample_rate",
-        "always decodes to 48000 Hz, not 24000 Hz",
-    ),
-    ({"input": "x", "bit_rate": 7999}, "bit_rate", "from 8000 to 192000"),
-    (
-        {"input": "x", "bit_rate": 64000, "response_format": "flac"},
-        "bit_rate",
-        "flac has no bit rate; these formats have one: mp3, opus, webm, aac, m4a, ogg$",
-    ),
-    ({"input": "x", "speed": 0.24}, "speed", "takes the speed.* from 0.25 to 4"),
-    ({"input": "x", "speed": 4.1}, "speed", "from 0.25 to 4"),
-    ({"input": "x", "speed": "fast"}, "speed", "from 0.25 to 4"),
-    ({"input": "x", "stream_format": "ndjson"}, "stream_format", "takes audio .* or sse"),
-    ({"input": "x", "stream_format": "sse", "stream": False}, "stream", "leave stream or stream_format out"),
-    (
-        {"input": "x", "task_type": "Base"},
-        "task_type",
-        "does not support task_type 'Base'; it supports: CustomVoice",
-    ),
-    ({"input": "x", "task_type": "clone"}, "task_type", "VoiceDesign"),
-    ({"input": "x", "codec_chunk_frames": 1}, "codec_chunk_frames", "no field"),
-    (
-        {"input": "x", "response_format": "MP3"},
-        "response_format",
-        "invalid enum value 'MP3'; response_format",
-    ),
-    ({"input": "x", "voice": "carl"}, "voice", "no voice 'carl'; available voices: vivian, ryan$"),
-    ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
-    (
-        {"input": "x", "text_mode": ["full"]},
-        "text_mode",
-        r"text_mode is \['full'\]; possible: full, interleaved$",
-    ),
-    ({"input": "x", "cfg_scale": {}}, "cfg_scale", "possible: a number from 0 to 100"),
-    (
-        {"input": "x", "depth_top_k": 1},
-        "depth_top_k",
-        "the options of model 'fake' are: text_mode, cfg_scale, solver_steps$",
-    ),
-    ({"input": "x", "x_vector_only_mode": True}, "x_vector_only_mode", "no field 'x_vector_only_mode'"),
-    ({"input": "x", "layout": None}, "layout", "no field 'layout'"),
-    ({"input": "x", "temperature": -0.1}, "temperature", "0 .* to 2"),
-    ({"input": "x", "temperature": 2.1}, "temperature", "0 .* to 2"),
-    ({"input": "x", "temperature": "hot"}, "temperature", "0 .* to 2"),
-    ({"input": "x", "top_p": 0}, "top_p", "above 0"),
-    ({"input": "x", "top_p": 1.01}, "top_p", "up to 1"),
-    ({"input": "x", "top_k": -1}, "top_k", "0 .off."),
-    ({"input": "x", "top_k": 1.5}, "top_k", "an integer"),
-    ({"input": "x", "repetition_penalty": 0.5}, "repetition_penalty", "above 0.5"),
-    ({"input": "x", "repetition_penalty": 3}, "repetition_penalty", "up to 2"),
-    ({"input": "x", "max_new_tokens": 0}, "max_new_tokens", "from 1"),
-    ({"input": "x", "seed": -1}, "seed", "from 0"),
-    ({"input": "x", "seed": 2**63}, "seed", "2.63"),
-    ({"input": "x", "seed": 2**80}, "seed", "2.63"),
-    ({"input": "x", "voice": 7}, "voice", "name of a voice"),
-    ({"input": "x", "voice": {"name": "vivian"}}, "voice", "name of a voice"),
-    (
-        {"input": "x", "temprature": 1},
-        "temprature",
-        "no field 'temprature'; the fields are: input, model, voice",
-    ),
-    ({"voice": "vivian"}, "input", "input is missing"),
-    ({"input": "x", "instructions": "x" * 4097}, "instructions", "length <= 4096.*in up to 4096 characters"),
-    ({"input": "x", "ref_audio": "", "ref_text": "x" * 4097}, "ref_text", "length <= 4096"),
-    ({"input": "x", "references": [{"audio": "", "text": "x" * 4097}]}, "references", "length <= 4096"),
-    ({"input": "x", "references": [{"audio": "", "speaker": "x" * 257}]}, "references", "length <= 256"),
-    ({"input": "x", "language": "x" * 257}, "language", "length <= 256"),
-    ({"input": "x", "voice": "x" * 257}, "voice", "length <= 256"),
-    ({"input": "x", "voice": {"id": "x" * 257}}, "voice", "length <= 256"),
-    ({"input": "x", "model": "x" * 257}, "model", "length <= 256"),
-    ({"input": "x", "text_mode": "x" * 1001}, "text_mode", "possible: full, interleaved"),
-    (
-        {"input": "x", "y" * 9_000_000: 1},
-        "y" * 100 + "...",
-        r"no field 'yyy.*\.\.\.'; the fields are: input",
-    ),
-]
-
-
-def test_markdown_is_read_as_words(server):
-    text = "**frames** [2](https://a.b) 🎉\n\n```\ncode\n```"
-    answer = server.speak(text, text_format="markdown")
-    assert server.engine.asked[answer.headers["x-request-id"]]["text"] == "frames 2"
-    items = [{"input": text}, {"input": "frames 1 **x**", "text_format": "plain"}]
-    server.http.post("/v1/audio/speech/batch", json={"text_format": "markdown", "items": items})
-    texts = [asked["text"] for asked in list(server.engine.asked.values())[-2:]]
-    assert sorted(texts) == ["frames 1 **x**", "frames 2"]
-    assert error(server.speak("```\ncode\n```", text_format="markdown"), 400)["message"] == "input is empty"
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)]
-)
-def test_a_wrong_field_is_named_with_its_possible_values(server, body, param, says):
-    status = 422 if param == "sample_rate" else 400
-    fault = error(server.http.post("/v1/audio/speech", json=body), status)
-    assert fault["param"] == param and len(fault["message"]) < 1500
-    with pytest.raises(ValueError, match=says):
-        raise ValueError(fault["message"])
-
-
-BAD_BODIES = [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"input": "\\ud800"}', b"[" * 5000]
-BAD_NUMBERS = [
-    b'{"input": "x", "temperature": NaN}',
-    b'{"input": "x", "top_p": Infinity}',
-    b'{"input": "x", "top_p": 1e999}',
-]
-
-
-@pytest.mark.parametrize("body", BAD_BODIES + BAD_NUMBERS)
-def test_a_body_that_is_not_a_json_object_is_a_400(server, body):
-    assert error(server.http.post("/v1/audio/speech", content=body), 400)["message"]
-
-
-def test_a_body_over_the_limit_is_a_413(server):
-    body = json.dumps({"input": "x" * Limits().speech_body_bytes}).encode()
-    assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
-    # without a content-length
-    assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"
-
-
-def test_unknown_routes_and_methods(server):
-    assert error(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
-    answer = server.http.get("/v1/audio/speech")
-    assert "POST" in answer.headers["allow"]
-    wrong = error(answer, 405)
-    assert (wrong["code"], wrong["message"]) == (
-        "method_not_allowed",
-        "this route does not support the method; use POST",
-    )
-
-
-def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
-    fault = error(server.speak("frames 1", model="tts-2"), 404)
-    assert (fault["param"], fault["code"]) == ("model", "model_not_found") and "fake" in fault["message"]
-    assert error(server.http.get("/v1/models/tts-2"), 404)["code"] == "model_not_found"
-
-
-def test_a_rejection_by_the_engine_is_a_400(server):
-    for param in ("voice", "cfg_scale", "temperature"):
-        fault = error(server.speak(f"reject {param}"), 400)
-        assert (fault["param"], fault["message"]) == (param, f"{param} is not possible")
-
-
-@pytest.mark.parametrize(
-    ("param", "name"), [("text", "input"), ("max_frames", "max_new_tokens"), ("text_mode", "text_mode")]
-)
-def test_a_rejection_by_the_engine_uses_the_clients_field_names(server, param, name):
-    fault = error(server.speak(f"reject {param}"), 400)
-    assert (fault["param"], fault["message"]) == (name, f"{name} is not possible")
-
-
-@pytest.mark.parametrize(("text", "retry_after"), [("full", "7"), ("late", "30")])
-def test_a_full_engine_sends_retry_after(server, text, retry_after):
-    """Also if it accepted the request and became too slow for it."""
-    answer = server.speak(text)
-    assert error(answer, 503)["code"] == "engine_full" and answer.headers["retry-after"] == retry_after
-    assert answer.headers["x-request-id"] in server.engine.asked
-
-
-def test_a_failure_before_any_audio_is_a_500(server):
-    assert "codec" in error(server.speak("fail 0"), 500)["message"]
-    assert "codec" in error(server.speak("fail 2", stream=False), 500)["message"]
-
-
-def test_a_failure_after_audio_cuts_the_connection(server):
-    heard = b""
-    with server.stream("fail 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
-        assert answer.status_code == 200
-        for chunk in answer.iter_raw():
-            heard += chunk
-    assert heard[44:] in (b"", frame(0), frame(0) + frame(1))
-
-
 def test_models_and_voices(server):
     models = server.http.get("/v1/models").json()
     assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["fake"]
@@ -560,119 +368,6 @@ print(len(modules), sorted(foreign | models))
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert int(done.stdout.split()[0]) >= 12 and done.stdout.split(maxsplit=1)[1] == "[]\n"
-
-
-def test_health_and_readiness_follow_the_engine(server):
-    server.call(server.engine.tell, protocol.Status("warming", 0.5, "step, 4 slots"))
-    until(lambda: server.http.get("/ready").status_code == 503)
-    assert server.http.get("/ready").json() == {
-        "state": "warming",
-        "progress": 0.5,
-        "detail": "step, 4 slots",
-    }
-    assert server.http.get("/health").status_code == 200
-    answer = server.speak("frames 1")
-    assert error(answer, 503)["code"] == "engine_not_ready" and answer.headers["retry-after"] == "1"
-    server.call(server.engine.tell, READY)
-    until(lambda: server.http.get("/ready").status_code == 200)
-    assert server.speak("frames 1").status_code == 200
-
-
-def test_a_silent_engine_gets_no_requests_and_loses_none(mortal, monkeypatch):
-    monkeypatch.setattr("serving.engine_client.SILENT_S", 0.5)
-    mortal.call(mortal.engine.go.clear)
-    with mortal.stream("frames 2") as answer:
-        chunks = answer.iter_raw()
-        heard = next(chunks)
-        mortal.engine.is_awake = False
-        until(lambda: mortal.http.get("/ready").status_code == 503)
-        assert "has not answered for" in mortal.http.get("/ready").json()["detail"]
-        assert error(mortal.speak("frames 1"), 503)["code"] == "engine_not_ready"
-        mortal.engine.is_awake = True
-        until(lambda: mortal.http.get("/ready").status_code == 200)
-        mortal.call(mortal.engine.go.set)
-        assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
-    assert mortal.speak("frames 1").status_code == 200
-
-
-def test_the_server_works_again_after_an_engine_restart(mortal):
-    with mortal.stream("hold 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
-        chunks = answer.iter_raw()
-        next(chunks)
-        mortal.call(mortal.engine.away)
-        list(chunks)
-    assert error(mortal.speak("frames 1"), 503)["code"] == "engine_not_ready"
-    assert mortal.http.get("/ready").json()["state"] == "away"
-    assert mortal.http.get("/health").status_code == 200
-    mortal.start_engine()
-    assert mortal.speak("frames 1").content[44:] == frame(0)
-
-
-def test_an_engine_that_dies_before_any_audio_is_a_503(mortal):
-    answer = mortal.speak("die")
-    assert error(answer, 503)["code"] == "engine_stopped" and "retry-after" in answer.headers
-
-
-def test_a_shutdown_cuts_streams_that_outlast_the_grace_period(mortal):
-    with mortal.stream("hold 1") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
-        chunks = answer.iter_raw()
-        next(chunks)
-        mortal.uvicorn.should_exit = True
-        list(chunks)
-    until(lambda: not mortal.thread.is_alive())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream_format": "sse"}])
-def test_a_shutdown_refuses_requests_still_queued_after_the_grace_period(mortal, caplog, fields):
-    waiting = ThreadPoolExecutor(1).submit(mortal.speak, "queued", **fields)
-    until(lambda: mortal.engine.asked)
-    mortal.uvicorn.should_exit = True
-    answer = waiting.result(10)
-    assert error(answer, 503)["message"] == "this server is stopping" and answer.headers["retry-after"] == "1"
-    until(lambda: not mortal.thread.is_alive())
-    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
-
-
-def test_a_shutdown_ends_events_with_an_error(mortal):
-    with mortal.stream("hold 1", stream_format="sse") as answer:
-        lines = answer.iter_lines()
-        assert "speech.audio.delta" in next(lines)
-        mortal.uvicorn.should_exit = True
-        assert '"this server is stopping"' in [line for line in lines if line][-1]
-
-
-def test_a_shutdown_refuses_an_incomplete_file(mortal):
-    waiting = ThreadPoolExecutor(1).submit(mortal.speak, "hold 2", stream=False)
-    until(lambda: mortal.engine.asked)
-    mortal.uvicorn.should_exit = True
-    assert error(waiting.result(10), 503)["code"] == "engine_stopped"
-
-
-def test_a_shutdown_cancels_requests_that_have_not_reached_the_engine(tmp_path, monkeypatch, caplog):
-    """A request whose reference is still being read is cancelled and gets 503 too."""
-
-    async def find(self, voice, request, model):
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr("serving.http.listener.LAST_WORDS_S", 0)
-    monkeypatch.setattr("serving.http.references.References.find", find)
-    with Server(tmp_path) as mortal:
-        waiting = ThreadPoolExecutor(1).submit(mortal.speak, "frames 1")
-        time.sleep(0.3)
-        mortal.uvicorn.should_exit = True
-        assert error(waiting.result(10), 503)["message"] == "this server is stopping"
-    assert "Traceback" not in caplog.text
-
-
-def test_a_shutdown_lets_a_stream_finish_within_the_grace_period(mortal):
-    mortal.call(mortal.engine.go.clear)
-    with mortal.stream("frames 2") as answer:
-        chunks = answer.iter_raw()
-        heard = next(chunks)
-        mortal.uvicorn.should_exit = True
-        mortal.loop.call_soon_threadsafe(mortal.loop.call_later, 0.2, mortal.engine.go.set)
-        assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
 
 
 def test_only_routes_under_v1_need_the_api_key(tmp_path):
