@@ -1,17 +1,12 @@
 """A page plays a signed URL as <audio src>, and a page of another site does not."""
 
 import http.server
-import os
-import shutil
 import threading
 
 import pytest
 from http_server import Server
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[browser]'")
-
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 PLAYED = """url => new Promise((resolve) => {
     const audio = new Audio(url);
     audio.addEventListener("ended", () => resolve(audio.currentTime));
@@ -20,16 +15,11 @@ PLAYED = """url => new Promise((resolve) => {
 })"""
 
 
-@pytest.fixture(scope="module")
-def page():
-    path = os.environ.get("ZOO_CHROMIUM") or next(filter(None, map(shutil.which, COMMANDS)), None)
-    if path is None:
-        pytest.skip(f"needs a Chromium: one of {', '.join(COMMANDS)}, or ZOO_CHROMIUM=PATH")
-    with sync_api.sync_playwright() as playwright:
-        autoplay = "--autoplay-policy=no-user-gesture-required"
-        browser = playwright.chromium.launch(executable_path=path, args=[autoplay])
-        yield browser.new_page()
-        browser.close()
+@pytest.fixture
+def page(chromium):
+    page = chromium.new_page()
+    yield page
+    page.close()
 
 
 @pytest.fixture(scope="module")

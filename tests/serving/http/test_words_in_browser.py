@@ -1,18 +1,12 @@
 """Word times, pauses and the gap between sentences on the page at GET /, in a headless Chromium."""
 
-import os
-import shutil
-
 import msgspec
 import pytest
 from fake_aligner import FakeAligner
 from fake_engine import MODEL
 from http_server import Server, until
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[browser]'")
-
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 WHOLE = msgspec.structs.replace(MODEL, id="whole", piece_s=None)
 
 
@@ -22,42 +16,21 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    path = os.environ.get("ZOO_CHROMIUM") or next(filter(None, map(shutil.which, COMMANDS)), None)
-    if path is None:
-        pytest.skip(f"needs a Chromium: one of {', '.join(COMMANDS)}, or ZOO_CHROMIUM=PATH")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def visit(chromium, server):
-    wrong, pages = [], []
-
+def opened(visit, server):
     def open_page(aligner=None):
         server.app.state.server.aligner = aligner
-        page = chromium.new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(server.url)
-        page.wait_for_selector("#speak:enabled")
-        pages.append(page)
-        return page
+        return visit(server)
 
-    yield open_page
-    for page in pages:
-        page.close()
-    assert not wrong
+    return open_page
 
 
 def asked(server):
     return list(server.engine.asked.values())[-1]
 
 
-def test_words_appear_and_are_marked_while_they_are_spoken(visit, server):
-    page = visit(FakeAligner())
+def test_words_appear_and_are_marked_while_they_are_spoken(opened, server):
+    page = opened(FakeAligner())
     page.fill("#input", "tone 25")
     page.click("#speak")
     page.wait_for_selector("#words span >> text=25")
@@ -74,8 +47,8 @@ def test_words_appear_and_are_marked_while_they_are_spoken(visit, server):
     assert [message.listener.wants_timestamps for message in messages[-2:]] == [True, False]
 
 
-def test_without_an_aligner_the_page_offers_no_word_times(visit, server):
-    page = visit()
+def test_without_an_aligner_the_page_offers_no_word_times(opened, server):
+    page = opened()
     page.click("summary")
     assert not page.is_visible("#words-wanted")
     page.fill("#input", "frames 1")
@@ -84,8 +57,8 @@ def test_without_an_aligner_the_page_offers_no_word_times(visit, server):
     assert not page.is_visible("#words")
 
 
-def test_a_pause_is_put_where_the_cursor_is(visit):
-    page = visit()
+def test_a_pause_is_put_where_the_cursor_is(opened):
+    page = opened()
     page.fill("#input", "One.")
     page.click("#pause")
     page.keyboard.type("Two.")
@@ -93,8 +66,8 @@ def test_a_pause_is_put_where_the_cursor_is(visit):
     assert "20 of" in page.inner_text("#count")
 
 
-def test_the_gap_between_sentences_is_sent(visit, server):
-    page = visit()
+def test_the_gap_between_sentences_is_sent(opened, server):
+    page = opened()
     page.click("summary")
     page.fill("#sentence-gap", "0.5")
     page.fill("#input", "frames 1")
