@@ -20,7 +20,7 @@ NUM_SAMPLES = 80_000_000
 FILES = {
     "an MP4 with a table of 80 million samples": mp4(NUM_SAMPLES),
     "an MP4 with a fragment of 80 million samples": fragmented_mp4(NUM_SAMPLES),
-    "a Matroska file with 400 blocks of 10 MB": matroska(400),
+    "a Matroska file with 900 blocks of 10 MB": matroska(900),
 }
 NUM_POSTS = 4
 MAX_GROWTH_MIB = 100  # of the HTTP process
@@ -46,7 +46,7 @@ def post(data: bytes) -> dict[str, object]:
 
 def clients_that_leave(target: Target) -> Row:
     """The next clone does not wait for files whose clients have disconnected."""
-    hostile = post(matroska(400))
+    hostile = post(matroska(900))
     with ThreadPoolExecutor(NUM_POSTS) as pool:
         list(pool.map(lambda _: leave(target, hostile), range(NUM_POSTS)))
     began = time.monotonic()

@@ -290,7 +290,8 @@ def test_a_missing_entry_is_an_error_where_nothing_can_be_written(read_only):
 
 
 def test_no_other_pickle_is_loaded():
-    """torch.load reads tensors alone, and nothing else reads pickles but the step's own loader."""
+    """torch.load reads tensors alone. Beside it, the step's own loader reads pickles, and joblib_files.py
+    interprets their instructions without calling what they name."""
     root = Path(__file__).parents[2]
     files = [file for room in ("zoo", "serving", "compile_cache") for file in (root / room).rglob("*.py")]
     ours = [file for file in files if file.name != "reference.py"]  # those run the references' own programs
@@ -298,11 +299,11 @@ def test_no_other_pickle_is_loaded():
     assert [name for name, code in text.items() if "load_compiled_function" in code] == [
         "compile_cache/saved.py"
     ]
-    assert not [
+    assert [
         name
         for name, code in text.items()
         if re.search(r"^\s*(import|from) (pickle|dill|joblib)", code, re.M)
-    ]
+    ] == ["zoo/checkpoint/joblib_files.py"]
     for name, code in text.items():
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
         for call in calls:

@@ -253,9 +253,12 @@ def test_the_schedule_equals_the_reference_in_every_bit(steps, dtype):
 
 
 @both_dtypes
-def test_the_time_sinusoid_equals_the_reference_in_every_bit(dtype):
+def test_the_time_sinusoid_equals_the_reference(dtype):
+    """In every bit in bf16. In fp32, the last bit of an angle near 1000 differs between processors."""
     name = str(dtype).removeprefix("torch.")
-    assert torch.equal(sinusoid(sway_times(10, dtype), 1024)[:, ::11], SOLVER[f"{name}.sinusoid"])
+    close = {"rtol": 0, "atol": 0.0 if dtype == torch.bfloat16 else 6.2e-5}
+    ours = sinusoid(sway_times(10, dtype), 1024)[:, ::11]
+    torch.testing.assert_close(ours, SOLVER[f"{name}.sinusoid"], **close)
     assert torch.equal(
         sinusoid(torch.zeros(1, dtype=dtype), 1024)[0, ::11], SOLVER[f"{name}.sinusoid_of_zero"]
     )

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo.checkpoint import loading
 from zoo.checkpoint.tensor_files import Header, open_file
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 
 FOLDER, REPOSITORY = "Zonos-v0.1-speaker-embedding", "Zyphra/Zonos-v0.1-speaker-embedding"
 NET_FILE, PROJECTION_FILE = "ResNet293_SimAM_ASP_base.pt", "ResNet293_SimAM_ASP_base_LDA-128.pt"
@@ -163,18 +162,12 @@ class SpeakerEncoder(nn.Module):
         self.register_buffer("window", torch.hann_window(WINDOW, device=device), persistent=False)
 
     def forward(self, samples: Tensor, rate_hz: int) -> Tensor:
-        if rate_hz != RATE_HZ:
-            samples = resampler(rate_hz).to(samples.device)(samples[None])[0]
+        samples = resampled(samples, rate_hz, RATE_HZ)
         samples = F.pad(samples, (0, max(0, FFT - len(samples))))  # the mirrored edges need that many
         bins = torch.stft(samples, FFT, HOP, WINDOW, self.window, center=True, return_complex=True)
         energy = torch.view_as_real(bins).square().sum(-1)  # [257, T]
         mel = (self.filters @ energy + 1e-6).log()
         return self.projection(self.net((mel - mel.mean(1, keepdim=True))[None]))[0]
-
-
-@lru_cache(maxsize=8)
-def resampler(rate_hz: int) -> Resample:
-    return Resample(rate_hz, RATE_HZ)
 
 
 def htk_filters() -> Tensor:

@@ -26,7 +26,7 @@ from serving.http.decoders import EXCEEDED, Decoders
 
 NOISE = np.random.default_rng(5).uniform(-0.5, 0.5, 3 * RATE_HZ).astype(np.float32)
 LONG = 80_000_000  # samples
-FILES = {"a table": mp4(LONG), "a fragment": fragmented_mp4(LONG), "blocks of another track": matroska(400)}
+FILES = {"a table": mp4(LONG), "a fragment": fragmented_mp4(LONG), "blocks of another track": matroska(900)}
 
 
 def run(scene, num_processes=1):
@@ -93,7 +93,7 @@ def test_cancelling_ends_the_process_and_the_next_file_is_decoded():
     async def scene(pool):
         await pool.decode(recording(NOISE), 60)
         [process] = children()
-        decoding = asyncio.create_task(pool.decode(matroska(400), 60))
+        decoding = asyncio.create_task(pool.decode(matroska(900), 60))
         await asyncio.sleep(0.2)
         began_s = time.monotonic()
         decoding.cancel()
@@ -197,8 +197,8 @@ def test_a_disconnect_frees_the_decoder_at_once(server):
     assert server.speak("frames 1", **clone(recording())).status_code == 200
     [process] = children()
     for send in (
-        lambda: server.speak("frames 1", **clone(matroska(400))),
-        lambda: upload(server, sample=matroska(400)),
+        lambda: server.speak("frames 1", **clone(matroska(900))),
+        lambda: upload(server, sample=matroska(900)),
     ):
         server.http.timeout = httpx.Timeout(0.5)
         with pytest.raises(httpx.ReadTimeout):

@@ -74,6 +74,7 @@ def test_the_gap_between_sentences_is_sent(opened, server):
     assert '"sentence_gap_s": 0.5' in page.inner_text("#code")
     page.click("#speak")
     until(lambda: asked(server).get("sentence_gap_s") == 0.5)
+    page.wait_for_selector("#speak:not(.is-speaking)")
     page.fill("#sentence-gap", "11")
     page.click("#speak")
     page.wait_for_selector("#gap-error:has-text('sentence_gap_s')")
