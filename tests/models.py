@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import zoo
@@ -34,6 +35,12 @@ def toys() -> dict[str, Callable[[], Family[Any]]]:
 
 TOYS = toys()
 NAMES = (*TOYS, *zoo.families())
+# Reports come one launch late in every server. Reports without a lag concern the engine alone.
+with_and_without_lag = pytest.mark.parametrize(
+    ("name", "report_lag"),
+    [(name, lag) for name in TOYS for lag in (0, 1)]
+    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES if name not in TOYS],
+)
 _directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # deleted when the process ends
 
 TEXTS = (

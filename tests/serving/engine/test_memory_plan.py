@@ -1,5 +1,7 @@
 """What a model will take of a device, counted before any of it is taken."""
 
+from functools import cache
+
 import pytest
 import torch
 from models import directory, family
@@ -27,9 +29,14 @@ def shapes(name, dtype="float32"):
     return zoo.load(directory(name, "tiny"), "meta", dtype)
 
 
+@cache
+def plan_of_shapes(name):
+    return plan(shapes(name), 3)
+
+
 @FAMILIES
 def test_weights_and_state_are_what_the_loaded_model_has(name):
-    made, real = plan(shapes(name), 3), family(name)
+    made, real = plan_of_shapes(name), family(name)
     assert made.weights == num_bytes([*real.parameters(), *real.buffers()])
     assert made.state == num_bytes(state_tensors(real.state(3)))
     past_bytes = usual_past_bytes(shapes(name), 3)  # which lies in pages on a GPU alone
@@ -39,7 +46,7 @@ def test_weights_and_state_are_what_the_loaded_model_has(name):
 @FAMILIES
 def test_packed_weights_of_cpu_kernels_are_counted(name):
     kept = residual.prepare(family(name))
-    assert plan(shapes(name), 3, is_for_cpu=True).weights == plan(shapes(name), 3).weights + kept
+    assert plan(shapes(name), 3, is_for_cpu=True).weights == plan_of_shapes(name).weights + kept
 
 
 @FAMILIES
@@ -49,7 +56,7 @@ def test_weights_that_are_kept_in_bf16_are_counted_with_16_bits(name, tmp_path, 
     made = plan(zoo.load(place, "meta", "float32", keeps_bf16=True), 3)
     real = zoo.load(place, "cpu", "float32", keeps_bf16=True)
     assert made.weights == num_bytes([*real.parameters(), *real.buffers()])
-    assert made.weights < plan(zoo.load(place, "meta", "float32"), 3).weights
+    assert made.weights < plan_of_shapes(name).weights
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN")

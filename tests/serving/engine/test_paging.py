@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import NAMES, TOYS, Clock, alone, family, requests, serve
+from models import Clock, alone, family, requests, serve, with_and_without_lag
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Engine, Finished
@@ -24,9 +24,6 @@ FAST = Cost(
     prefill_s=lambda tokens: 0.001 + 2e-5 * tokens,
     render_s=lambda rows, frames: 0.0005 + 1e-4 * rows * frames,
     save_s=1e-5,
-)
-slow_for_families = pytest.mark.parametrize(
-    "name", [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 
 
@@ -337,8 +334,7 @@ def test_listeners_of_every_kind_end_whole_however_few_pages_there_are(asked, pa
     at_rest(room)
 
 
-@slow_for_families
-@pytest.mark.parametrize("report_lag", [0, 1])
+@with_and_without_lag
 def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
     """Whoever speaks is paused every third turn, and comes back to other pages."""
     engine = Engine(

@@ -42,9 +42,6 @@ def on_gpu(name: str) -> Family[Any]:
     return made
 
 
-EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-
-
 def test_a_warm_up_times_each_launch_once(monkeypatch):
     """Admission and rendering ask for the same launches."""
     run, launched = Graphs.run, Counter[Any]()
@@ -60,8 +57,15 @@ def test_a_warm_up_times_each_launch_once(monkeypatch):
     assert set(launched.values()) == {warmup.TIMED_LAUNCHES}
 
 
-@pytest.mark.parametrize("under_way", [1, GPU_RENDERS_IN_FLIGHT])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    ("name", "under_way"),
+    [(name, num) for name in TOYS for num in (1, GPU_RENDERS_IN_FLIGHT)]
+    + [
+        pytest.param(name, GPU_RENDERS_IN_FLIGHT, marks=pytest.mark.slow)
+        for name in NAMES
+        if name not in TOYS
+    ],
+)
 def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way, monkeypatch):
     for module in (model_worker, render_times):
         monkeypatch.setattr(module, "GPU_RENDERS_IN_FLIGHT", under_way)
