@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from litestar.exceptions import HTTPException
 
 from serving.books.manuscript import Manuscript, chapter_file, manuscript_at, part_file
@@ -71,6 +72,7 @@ class Maker:
         self.server, self.work, self.has_room = server, work, has_room
         self.fields: dict[str, Any] = {}
         self.joining: set[int] = set()  # chapters
+        self.saving = asyncio.Lock()
 
     async def make(self) -> None:
         """Speak and join what is missing. Raises the refusal, OSError."""
@@ -151,16 +153,17 @@ class Maker:
             self.joining.add(number)
             chapter.audio_s = await process.join(work.directory, number)
             work.num_bytes += (work.directory / chapter_file(number)).stat().st_size
-            await to_its_end(asyncio.to_thread(work.save))
+            async with self.saving:
+                await to_its_end(asyncio.to_thread(work.save, work.facts))
 
     async def _join_book(self) -> None:
         work = self.work
         work.doing = "joining"
-        audio_s = await process.join(work.directory)
-        work.facts.audio_s = audio_s
-        await to_its_end(asyncio.to_thread(work.save))
+        facts = msgspec.structs.replace(work.facts, audio_s=await process.join(work.directory))
+        await to_its_end(asyncio.to_thread(work.save, facts))
         await to_its_end(asyncio.to_thread(work.drop_parts))
         await asyncio.to_thread(work.look)
+        work.facts = facts
 
 
 async def to_its_end(writing: Awaitable[T]) -> T:

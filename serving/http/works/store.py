@@ -94,9 +94,9 @@ class Work:
         for file in self.directory.glob(PARTS):
             file.unlink()
 
-    def save(self) -> None:
+    def save(self, facts: Facts) -> None:
         """Write work.json. Raises OSError."""
-        self.write(FACTS, msgspec.json.encode(self.facts))
+        self.write(FACTS, msgspec.json.encode(facts))
 
     def described(self, *, has_chapters: bool) -> WorkObject:
         facts = self.facts
@@ -184,7 +184,7 @@ class Store:
         """Keep a new directory, which has book.json, as a work. Raises OSError."""
         work = Work(new, facts)
         work.write(REQUEST, msgspec.json.encode(fields))
-        work.save()
+        work.save(facts)
         work.directory = new.rename(self.directory / facts.id)
         work.look()
         return work

@@ -97,6 +97,7 @@ class Works:
         except OSError as error:
             what = f"this server cannot read or write the work's files: {error.strerror or error}"
             work.error = Error(what, "server_error", None, "disk")
+            log.error("disk", work=work.facts.id, error=str(error))
         except Exception as error:
             log.error("unexpected", work=work.facts.id, exc_info=error)
             work.error = Error("internal server error; see the server's log", "server_error", None, None)
