@@ -22,7 +22,7 @@ from serving.http.whole_file import WholeFile
 from serving.http.works import process
 from serving.http.works.store import Work, fields_at
 
-PART_CHARS = 1500  # about 100 s of speech: little is lost, and little memory is taken
+PART_CHARS = 800  # about 50 s of speech: little is lost, and little memory is taken
 AT_ONCE = 4  # parts
 RETRY_S, MAX_RETRY_S = 1.0, 60.0  # while the server is busy, or a key's rate or quota is used up
 MAX_STOPS = 2  # after so many ends of the engine, the part that it worked on is taken for the reason
@@ -90,7 +90,7 @@ class Maker:
             async with asyncio.TaskGroup() as group:
                 for _ in range(AT_ONCE):
                     group.create_task(self._speak_all(missing))
-        except BaseExceptionGroup as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         for number in range(1, len(work.facts.chapters) + 1):  # those that an end of the server left behind
             await self._join_chapter(number)

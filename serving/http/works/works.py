@@ -86,6 +86,9 @@ class Works:
             task.cancel()
             await asyncio.wait([task])
             self._making = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("unexpected", work=work.facts.id, exc_info=error)
+            work.error = Error("internal server error; see the server's log", "server_error", None, None)
 
     async def _try(self, work: Work) -> None:
         """Make a work, or keep the error."""
@@ -98,9 +101,6 @@ class Works:
             what = f"this server cannot read or write the work's files: {error.strerror or error}"
             work.error = Error(what, "server_error", None, "disk")
             log.error("disk", work=work.facts.id, error=str(error))
-        except Exception as error:
-            log.error("unexpected", work=work.facts.id, exc_info=error)
-            work.error = Error("internal server error; see the server's log", "server_error", None, None)
         finally:
             work.doing = "waiting"
         log.info("work", id=work.facts.id, state=work.state, error=work.error and work.error.message)
@@ -185,6 +185,7 @@ class Works:
     ) -> Work:
         new = await to_its_end(asyncio.to_thread(store.new))
         id = f"work_{secrets.token_hex(12)}"
+        work = None
         try:
             upload = new / name
             await to_its_end(asyncio.to_thread(upload.write_bytes, document))
@@ -194,10 +195,11 @@ class Works:
                 raise refusal(400, str(error), "document", "invalid_document") from None
             upload.unlink()
             facts = await to_its_end(asyncio.to_thread(self._facts, id, new, name, fields, asked))
-            return await to_its_end(asyncio.to_thread(store.add, new, facts, fields))
-        except BaseException:  # a client that leaves cancels this task
-            await to_its_end(asyncio.to_thread(store.drop, new, id))
-            raise
+            work = await to_its_end(asyncio.to_thread(store.add, new, facts, fields))
+        finally:
+            if work is None:  # refused, or the client has left
+                await to_its_end(asyncio.to_thread(store.drop, new, id))
+        return work
 
     def _facts(self, id: str, new: Path, name: str, fields: dict[str, Any], asked: Request) -> Facts:
         texts = manuscript_at(new)

@@ -5,6 +5,9 @@ import base64
 import errno
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import zipfile
 
@@ -14,6 +17,7 @@ import msgspec
 import pytest
 from fake_engine import CLONER, RATE_HZ
 from http_server import Server, error, until
+from shell import ROOT
 from uploads import recording
 
 from serving.books import process as books
@@ -84,7 +88,7 @@ def files(where):
 
 def many(*commands):
     """Return a text with a part for each command."""
-    return "\n\n".join(f"{command} {'x' * 1400}" for command in commands)
+    return "\n\n".join(f"{command} {'x' * 700}" for command in commands)
 
 
 # The whole way, with the processes that read and join
@@ -152,6 +156,39 @@ def test_the_process_says_in_one_line_what_it_cannot_read(tmp_path, where):
             "code": "invalid_document",
         }
         assert files(where) == []
+
+
+def test_a_process_ends_with_the_task_that_waits_for_it(tmp_path, monkeypatch):
+    """It would wait for the writer of the pipe forever."""
+    os.mkfifo(tmp_path / "b.txt")
+    started = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*arguments, **more):
+        started.append(await start(*arguments, **more))
+        return started[-1]
+
+    async def cancelled():
+        reading = asyncio.create_task(process.read(tmp_path / "b.txt", tmp_path, 800))
+        while not started:
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.wait([reading])
+        return reading.cancelled()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    assert asyncio.run(cancelled()) and started[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_a_server_that_is_killed(tmp_path):
+    os.mkfifo(tmp_path / "b.txt")
+    command = [sys.executable, "-m", "serving.books.process", "read", tmp_path / "b.txt", tmp_path, "800"]
+    reading = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        reading.wait(2)
+    reading.stdin.close()
+    assert reading.wait(10) == -signal.SIGTERM
 
 
 # Restarts
