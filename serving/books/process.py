@@ -32,6 +32,7 @@ from serving.books.manuscript import (
 from serving.books.read import Book, Chapter, parts, read_book
 from serving.exit_with_parent import exit_with_parent
 
+MAX_UTF8_BYTES = 4  # of a character
 MAX_READ_CPU_S = 60  # a novel takes one or two seconds
 MAX_READ_BYTES = 2 << 30  # of address space, Python and its packages included
 
@@ -63,6 +64,8 @@ def outcome_of(what: str, where: str, *more: str) -> Outcome:
 
 def read(document: Path, out: Path, max_chars: int) -> Outcome:
     """Write the texts of a document. Raises ValueError, OSError."""
+    if document.suffix.lower() != ".epub" and document.stat().st_size > MAX_UTF8_BYTES * MAX_CHARS:
+        raise ValueError(f"{document} is too long; a work has up to {MAX_CHARS} characters")
     book = read_book(document)
     num_chars = sum(len(chapter.text) for chapter in book.chapters)
     if num_chars > MAX_CHARS:

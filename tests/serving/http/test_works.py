@@ -362,6 +362,16 @@ def test_the_limits_of_works(near, tmp_path, where):
         add(server, "frames 1")
 
 
+def test_a_document_that_is_too_long_is_refused(server, where, monkeypatch):
+    until(lambda: server.app.state.works.problem is None)
+    monkeypatch.setattr(books, "MAX_CHAPTERS", 1)
+    assert "has 2 chapters; a work has up to 1" in error(post(server, TWO, "b.md"), 400)["message"]
+    monkeypatch.setattr(books, "MAX_CHARS", 40)
+    assert "has 41 characters; a work has up to 40" in error(post(server, "x" * 41), 400)["message"]
+    assert "is too long; a work has up to 40" in error(post(server, "x" * 161), 400)["message"]
+    assert files(where) == []
+
+
 def test_a_client_that_leaves_while_its_document_is_read_leaves_nothing(server, where, monkeypatch):
     until(lambda: server.app.state.works.problem is None)
     monkeypatch.setattr(process, "_run", lambda *_: hang())
