@@ -51,10 +51,11 @@ async def add_work(
     fields.setdefault("seed", secrets.randbits(32))
     asked = works.checked(fields)
     warnings = [*asked.warnings, *asked.voice.warnings]
-    document = await data.document.read()
-    await run_while_connected(works.voice(asked), request.receive)
-    adding = works.add(data.document.filename, document, fields | {"model": asked.model.id}, asked)
-    work = await run_while_connected(adding, request.receive)
+    with works.reading.take():
+        await run_while_connected(works.voice(asked), request.receive)
+        document = await data.document.read()
+        adding = works.add(data.document.filename, document, fields | {"model": asked.model.id}, asked)
+        work = await run_while_connected(adding, request.receive)
     return Response(work, headers={"x-warning": "; ".join(warnings)} if warnings else None)
 
 

@@ -112,7 +112,7 @@ class Maker:
             name = part_file(part.chapter, part.number)
             await to_its_end(asyncio.to_thread(self.work.write, name, file))
             self.work.num_bytes += len(file)
-            self.work.spoken.add((part.chapter, part.number))
+            self.work.mark_spoken(part.chapter, part.number)
             await self._join_chapter(part.chapter)
 
     async def _spoken(self, part: Part) -> bytes:

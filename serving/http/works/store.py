@@ -61,18 +61,24 @@ class Work:
         self.doing: State = "waiting"
         self.error: Error | None = None
         self.num_bytes = 0
+        self.num_chars = sum(sum(chapter.num_chars) for chapter in facts.chapters)
+        self.num_spoken = 0  # characters
         self.spoken: set[tuple[int, int]] = set()
 
     def look(self) -> None:
         """Find out which files are there. Raises OSError."""
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.directory)}
         self.num_bytes = sum(sizes.values())
-        self.spoken = {
-            (number, part)
-            for number, chapter in enumerate(self.facts.chapters, 1)
-            for part in range(1, len(chapter.num_chars) + 1)
-            if chapter.audio_s is not None or part_file(number, part) in sizes
-        }
+        self.num_spoken = 0
+        self.spoken.clear()
+        for number, chapter in enumerate(self.facts.chapters, 1):
+            for part in range(1, len(chapter.num_chars) + 1):
+                if chapter.audio_s is not None or part_file(number, part) in sizes:
+                    self.mark_spoken(number, part)
+
+    def mark_spoken(self, chapter: int, part: int) -> None:
+        self.spoken.add((chapter, part))
+        self.num_spoken += self.facts.chapters[chapter - 1].num_chars[part - 1]
 
     @property
     def state(self) -> State:
@@ -100,8 +106,7 @@ class Work:
 
     def described(self, *, has_chapters: bool) -> WorkObject:
         facts = self.facts
-        chapters = [self._chapter(number) for number in range(1, len(facts.chapters) + 1)]
-        num_chars = sum(chapter.num_chars for chapter in chapters)
+        numbers = range(1, len(facts.chapters) + 1)
         return WorkObject(
             id=facts.id,
             title=facts.title,
@@ -112,12 +117,12 @@ class Work:
             seed=facts.seed,
             created_at=facts.created_at,
             state=self.state,
-            progress=round(sum(each.progress * each.num_chars for each in chapters) / num_chars, 4),
+            progress=round(self.num_spoken / self.num_chars, 4),
             audio_s=facts.audio_s,
             num_bytes=self.num_bytes,
             error=self.error,
-            num_chapters=len(chapters),
-            chapters=chapters if has_chapters else None,
+            num_chapters=len(facts.chapters),
+            chapters=[self._chapter(number) for number in numbers] if has_chapters else None,
         )
 
     def _chapter(self, number: int) -> ChapterObject:

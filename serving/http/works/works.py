@@ -157,7 +157,7 @@ class Works:
         return await self.server.references.find(asked.voice, asked.speech, asked.model)
 
     async def add(self, name: str, document: bytes, fields: dict[str, Any], asked: Request) -> WorkObject:
-        """Add a work. Raises the refusal, OSError."""
+        """Add a work. The caller holds a unit of `reading`. Raises the refusal, OSError."""
         store = self.check_is_on()
         name = clean_name(name)
         if PurePosixPath(name).suffix.lower() not in ENDINGS:
@@ -172,8 +172,7 @@ class Works:
             )
         self.num_new += 1
         try:
-            with self.reading.take():
-                work = await self._added(store, name, document, fields, asked)
+            work = await self._added(store, name, document, fields, asked)
         finally:
             self.num_new -= 1
         self.all[work.facts.id] = work

@@ -185,10 +185,21 @@ def test_a_process_ends_with_a_server_that_is_killed(tmp_path):
     os.mkfifo(tmp_path / "b.txt")
     command = [sys.executable, "-m", "serving.books.process", "read", tmp_path / "b.txt", tmp_path, "800"]
     reading = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        reading.wait(2)
+    until(lambda: is_read(tmp_path / "b.txt"), 10)
     reading.stdin.close()
     assert reading.wait(10) == -signal.SIGTERM
+
+
+def is_read(pipe):
+    """Whether a process reads the pipe, or waits for its writer."""
+    try:
+        opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+opened = []  # pipes, so that their readers wait
 
 
 # Restarts
