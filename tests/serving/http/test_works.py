@@ -185,21 +185,19 @@ def test_a_process_ends_with_a_server_that_is_killed(tmp_path):
     os.mkfifo(tmp_path / "b.txt")
     command = [sys.executable, "-m", "serving.books.process", "read", tmp_path / "b.txt", tmp_path, "800"]
     reading = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
-    until(lambda: is_read(tmp_path / "b.txt"), 10)
+    writers = []
+    until(lambda: writers.extend(writers_of(tmp_path / "b.txt")) or writers, 10)
     reading.stdin.close()
     assert reading.wait(10) == -signal.SIGTERM
+    os.close(writers[0])
 
 
-def is_read(pipe):
-    """Whether a process reads the pipe, or waits for its writer."""
+def writers_of(pipe):
+    """Open a pipe for writing, if a process reads it."""
     try:
-        opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return [os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)]
     except OSError:
-        return False
-    return True
-
-
-opened = []  # pipes, so that their readers wait
+        return []
 
 
 # Restarts
