@@ -119,6 +119,15 @@ class AlignerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
 
 
+class WorksSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Long works (serving/http/works), and how large they may be."""
+
+    directory: str | None = None  # None: there are none
+    num: int = 100
+    document_bytes: int = 32 << 20  # of one document, as it is sent
+    disk_bytes: int = 20 << 30  # of the files of all works
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of a server. `models` has the directory of each model by the ID that clients know."""
 
@@ -130,6 +139,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pronunciations: str | None = None  # a file with how words are spoken (zoo/text/pronunciations.py)
     sentence_gap_s: float | None = None  # silence between sentences, for requests that do not set it
     aligner: AlignerSettings = AlignerSettings()
+    works: WorksSettings = WorksSettings()
     grace_s: int = 5  # how long open answers may continue when the server stops
     otel: bool = False  # whether a trace of each request is exported
     model: ModelOptions = ModelOptions()

@@ -45,15 +45,16 @@ def audiobook(
     Parts of the book are kept in a directory next to the output until it is complete. To continue an
     interrupted run, start it again.
     """
-    from serving.tools import audiobook as tool
+    from serving.books import join
+    from serving.books.read import read_book
+    from serving.tools.audiobook import items_of
     from serving.tools.batch import Results
-    from serving.tools.book import read_book
 
     out = out or book.with_suffix(".m4b")
-    if out.suffix.lower() not in tool.CODECS:
-        raise ValueError(f"{out} must end in one of: {', '.join(tool.CODECS)}")
+    if out.suffix.lower() not in join.CODECS:
+        raise ValueError(f"{out} must end in one of: {', '.join(join.CODECS)}")
     read = read_book(book)
-    items = tool.items_of(read, defaults_of(asked, loudness))
+    items = items_of(read, defaults_of(asked, loudness))
     words = [] if pronunciations is None else read_file(pronunciations)
     parts = Results(out.with_name(f"{out.name}.parts"))
     with parts.held():
@@ -66,7 +67,7 @@ def audiobook(
             )
             return 130 if tally.is_interrupted else 1
         files = [[parts.directory / f"{item.id}.flac" for item in chapter] for chapter in items]
-        long_s = tool.join(read, files, out)
+        long_s = join.join(read, files, out)
         shutil.rmtree(parts.directory)
     print(f"{out}: {len(items)} chapters, {long_s / 60:.1f} min of audio; {summary(tally)}")
     return 0

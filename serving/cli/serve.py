@@ -12,6 +12,7 @@ from typer import Argument
 from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
+from serving.cli.works_flags import Works
 from serving.settings import URL_SECRET
 from zoo import SMALL_VOICE
 
@@ -26,6 +27,7 @@ def serve(
     limits: Limits,
     security: Security,
     replicas: Replicas,
+    works: Works,
     logs: Logs,
     models: Annotated[
         list[str],
@@ -58,6 +60,7 @@ def serve(
         pronunciations=model.pronunciations_path(),
         sentence_gap_s=model.sentence_gap_s,
         aligner=model.aligner_settings(),
+        works=works.settings(),
         grace_s=listening.grace_s,
         otel=logs.otel,
         replicas=replicas.settings(),

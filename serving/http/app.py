@@ -39,6 +39,7 @@ from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import api_page
 from serving.http.routes import playground as page
+from serving.http.routes import works as work_routes
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
 from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
@@ -67,7 +68,8 @@ from serving.http.routes.voices import (
 from serving.http.routes.vox_serve import add_text, end_stream, generate, hear_stream, start_stream
 from serving.http.server import Server, check_key
 from serving.http.text_streams import TextStreams
-from serving.settings import URL_SECRET, HTTPArguments, Limits, Security, Settings
+from serving.http.works.works import Works
+from serving.settings import URL_SECRET, HTTPArguments, Limits, Security, Settings, WorksSettings
 from zoo.text.pronunciations import read_file
 
 if TYPE_CHECKING:  # needs the extra `otel`
@@ -113,12 +115,13 @@ def create_app(
         engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
     )
     streams = TextStreams(server)
+    works = Works(server, settings.works)
     links = Links(url_secret or secrets.token_hex())
     return Litestar(
         [
             Router(
                 "/",
-                route_handlers=guarded_routes(limits, security),
+                route_handlers=guarded_routes(limits, security, settings.works),
                 guards=[check_key],
                 security=openapi.SECURITY,
             ),
@@ -134,19 +137,28 @@ def create_app(
         dependencies={
             "server": Provide(lambda: server, sync_to_thread=False),
             "streams": Provide(lambda: streams, sync_to_thread=False),
+            "works": Provide(lambda: works, sync_to_thread=False),
         },
         lifespan=[connect],
         exception_handlers={Exception: answer_error},
         after_exception=[log_lost_session],
         request_max_body_size=MAX_BODY_BYTES,
-        state=State({"server": server, "streams": streams, "heartbeat_fd": heartbeat_fd, "links": links}),
+        state=State(
+            {
+                "server": server,
+                "streams": streams,
+                "works": works,
+                "heartbeat_fd": heartbeat_fd,
+                "links": links,
+            }
+        ),
         openapi_config=openapi.CONFIG,
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
     )
 
 
-def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterHandler]:
+def guarded_routes(limits: Limits, security: Security, works: WorksSettings) -> list[ControllerRouterHandler]:
     """Return the routes that require an API key, if the server has one."""
     speech = Router(
         "/",
@@ -167,9 +179,16 @@ def guarded_routes(limits: Limits, security: Security) -> list[ControllerRouterH
         request_max_body_size=limits.upload_body_bytes,
         middleware=[LargeBodies],
     )
+    documents = Router(
+        "/",
+        route_handlers=work_routes.ROUTES,
+        request_max_body_size=limits.speech_body_bytes + works.document_bytes,
+        middleware=[LargeBodies],
+    )
     return [
         speech,
         uploads,
+        documents,
         list_models,
         list_choices,
         one_model,
@@ -195,7 +214,10 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
     await asyncio.to_thread(server.voices.tidy)
     if (problem := await asyncio.to_thread(server.voices.problem)) is not None:
         log.warning("voices", problem=problem)
-    running = [asyncio.create_task(server.engine.run()), asyncio.create_task(server.start_decoders())]
+    running = [
+        asyncio.create_task(work)
+        for work in (app.state.works.run(), server.engine.run(), server.start_decoders())
+    ]
     if app.state.heartbeat_fd is not None:
         running.append(asyncio.create_task(heartbeat.beat(app.state.heartbeat_fd)))
     yield

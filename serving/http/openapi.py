@@ -18,6 +18,7 @@ from serving.http.errors import SPEECH
 from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, AudioSegment, TextDelta
 from serving.http.server import Server
 from serving.http.word_times import AudioWords
+from serving.http.works import schemas as works
 
 EVENTS = (AudioDelta, TextDelta, AudioSegment, AudioWords, AudioDone, AudioError)
 JSON_TYPE = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
@@ -85,7 +86,7 @@ def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[st
 
 def schemas_of_bodies() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
-        (*BODIES, *elevenlabs.BODIES, *EVENTS),
+        (*BODIES, *elevenlabs.BODIES, *works.BODIES, *EVENTS),
         schema_hook=schema_of_upload,
         ref_template="#/components/schemas/{name}",
     )

@@ -1,28 +1,13 @@
-"""`zoo audiobook`: the parts of a book as lines of `zoo batch`, and their files as one with chapter marks."""
+"""`zoo audiobook`: the parts of a book as lines of `zoo batch`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from fractions import Fraction
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import av
 import msgspec
-import numpy as np
-import soundfile
 
+from serving.books.read import Book, parts
 from serving.tools.batch import Fields, Item
-from serving.tools.book import Book, parts
-
-if TYPE_CHECKING:
-    from av.container.core import Chapter as Mark
-
-RATE_HZ = 48_000  # of the file
-PAUSE_S = 1.0  # after a chapter
-CODECS = {".m4b": "aac", ".m4a": "aac", ".mka": "libopus"}  # by the ending of a file that holds chapters
-MUXERS = {"aac": "ipod", "libopus": "matroska"}
 
 
 def items_of(book: Book, defaults: dict[str, Any]) -> list[list[Item]]:
@@ -37,59 +22,3 @@ def items_of(book: Book, defaults: dict[str, Any]) -> list[list[Item]]:
             item = Item(line, f"{number:04}-{at:03}", msgspec.structs.replace(fields, text=part))
             found[-1].append(item)
     return found
-
-
-def join(book: Book, chapters: list[list[Path]], out: Path) -> float:
-    """Write the files of all chapters into one, completely or not at all. Returns its seconds."""
-    codec, part = CODECS[out.suffix.lower()], out.with_name(f".{out.name}.part")
-    with av.open(part, "w", format=MUXERS[codec]) as container:
-        container.metadata["title"] = book.title
-        if book.author is not None:
-            container.metadata["artist"] = book.author
-        marks = list(_marks(book, chapters))
-        container.set_chapters(marks)
-        stream = cast(av.AudioStream, container.add_stream(codec, rate=RATE_HZ, layout="mono"))
-        _encode(container, stream, chapters)
-    os.replace(part, out)
-    return marks[-1]["end"] / soundfile.info(chapters[0][0]).samplerate
-
-
-def _marks(book: Book, chapters: list[list[Path]]) -> Iterator[Mark]:
-    at = 0
-    for number, (chapter, files) in enumerate(zip(book.chapters, chapters, strict=True)):
-        infos = [soundfile.info(file) for file in files]
-        rate_hz = infos[0].samplerate
-        end = at + sum(info.frames for info in infos) + round(PAUSE_S * rate_hz)
-        yield {
-            "id": number,
-            "start": at,
-            "end": end,
-            "time_base": Fraction(1, rate_hz),
-            "metadata": {"title": chapter.title},
-        }
-        at = end
-
-
-def _encode(
-    container: av.container.OutputContainer, stream: av.AudioStream, chapters: list[list[Path]]
-) -> None:
-    context = stream.codec_context
-    resampler = av.AudioResampler(context.format, "mono", RATE_HZ, context.frame_size or 1024)
-    for rate_hz, block in _blocks(chapters):
-        frame = av.AudioFrame.from_ndarray(block[None], format="s16", layout="mono")
-        frame.sample_rate = rate_hz
-        for ready in resampler.resample(frame):
-            container.mux(stream.encode(ready))
-    for last in resampler.resample(None):
-        container.mux(stream.encode(last))
-    container.mux(stream.encode(None))
-
-
-def _blocks(chapters: list[list[Path]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the speech and the pauses in int16, a second at a time."""
-    for files in chapters:
-        for file in files:
-            rate_hz = soundfile.info(file).samplerate
-            for block in soundfile.blocks(file, rate_hz, dtype="int16"):
-                yield rate_hz, block
-        yield rate_hz, np.zeros(round(PAUSE_S * rate_hz), np.int16)

@@ -31,7 +31,8 @@ def address(tmp_path_factory):
         """Delete the voices that an earlier page uploaded."""
         if name not in started:
             models = {"clone": {"base": "tiny-base"}, "small": {}}[name]
-            server = serving(tmp_path_factory.mktemp(name), key=None, **models)
+            directory = tmp_path_factory.mktemp(name)
+            server = serving(directory, "--works-dir", directory / "works", key=None, **models)
             started[name] = server.__enter__()
             open_ones.append(server)
         else:

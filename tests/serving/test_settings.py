@@ -49,6 +49,9 @@ FLAGS = {
     "--max-sessions": "18",
     "--max-text-idle": "19",
     "--max-session-idle": "20",
+    "--max-works": "21",
+    "--max-document-bytes": "5MiB",
+    "--max-works-bytes": "6GiB",
     "--api-key": "sk-a",
     "--weights": "int8",
     "--chunked": None,
@@ -96,6 +99,7 @@ def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_pat
     keys = tmp_path / "keys.json"
     keys.write_text('[{"name": "a", "key": "b"}]')
     paths = ("--voices-dir", tmp_path / "v", "--pronunciations", words, "--api-keys", keys)
+    paths += ("--works-dir", tmp_path / "w")
     paths += ("--aligner", write(tmp_path / "aligner"))
     settings, env = started(f"m={tmp_path}", *given, *paths)
     same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}

@@ -26,7 +26,8 @@ export const key = {
   set: (value) => sessionStorage.setItem(KEY, value),
 };
 
-async function ask(path, { headers = {}, ...options } = {}) {
+/** Sends a request with the key, and returns the answer. Throws ApiError. */
+export async function ask(path, { headers = {}, ...options } = {}) {
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   let answer;
   try {

@@ -7,6 +7,7 @@ import { Take } from "./take.js";
 import { Talk } from "./talk.js";
 import { Wave } from "./wave.js";
 import { Words } from "./words.js";
+import { Works } from "./works.js";
 
 const POLL_MS = 1000;
 const IS_MAC = navigator.platform.startsWith("Mac");
@@ -15,9 +16,11 @@ const wave = new Wave($("wave"));
 const words = new Words($("words"));
 const form = new Form(onChange);
 const talk = new Talk(form, contextOf);
+const works = new Works(form);
 const page = { take: null, isReady: false, isSpeaking: false, needsKey: Boolean(key.get()) };
 page.contexts = new Map(); // AudioContexts, by sample rate
 page.talk = talk;
+page.works = works;
 globalThis.playground = page; // for the console and the tests
 
 function onChange() {
@@ -49,6 +52,7 @@ async function connect() {
   $("locked").hidden = true;
   page.isReady = true;
   showButton();
+  works.refresh();
 }
 
 function askForKey({ message }) {

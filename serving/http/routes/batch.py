@@ -12,11 +12,11 @@ import msgspec
 from litestar import post
 from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
+from serving.http.errors import AWAY_RETRY_S, error_of, log_refused, outcome_of, refusal
 from serving.http.foreign import translated
 from serving.http.keys import admit
 from serving.http.quota import RETRY_S
@@ -31,8 +31,8 @@ from serving.http.schemas import (
     Usage,
 )
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
-from serving.http.speech import Speech
 from serving.http.voice_choice import VoiceChoice
+from serving.http.whole_file import WholeFile
 from serving.protocol import Speak
 
 RESPONSES = {
@@ -157,8 +157,8 @@ class Batch:
             await asyncio.sleep(RETRY_S)
 
 
-class Item(Speech):
-    """One item of a batch: it is spoken into a file, and raises its errors. finding: finds its voice."""
+class Item(WholeFile):
+    """One item of a batch. finding: finds its voice."""
 
     def __init__(
         self,
@@ -177,21 +177,6 @@ class Item(Speech):
         voice = await self.finding
         self.request.forget_audio()
         return self.speak_message(voice)
-
-    async def spoken(self) -> bytes:
-        """Return the file. Raises the refusal, Away."""
-        parts: list[bytes] = []
-
-        async def take(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                parts.append(message["body"])
-
-        try:
-            await self.answer(take)
-        except asyncio.CancelledError:
-            self.ended("cancelled", LEFT)
-            raise
-        return b"".join(parts)
 
     def result(self, index: int, file: bytes) -> BatchResult:
         assert self.finished is not None, "the answer neither finished nor failed"

@@ -304,6 +304,11 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/voices",
         "/v2/voices",
         "/v1/audio/pronunciations",
+        "/v1/audio/works",
+        "/v1/audio/works/{work_id}",
+        "/v1/audio/works/{work_id}/resume",
+        "/v1/audio/works/{work_id}/book.m4b",
+        "/v1/audio/works/{work_id}/chapters/{number}",
     }
     assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
     fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]

@@ -81,12 +81,12 @@ def read_book(path: Path) -> Book:
     return book
 
 
-def parts(text: str) -> Iterator[str]:
-    """Yield stretches of at most PART_CHARS characters, cut between paragraphs or else sentences. Joined,
+def parts(text: str, max_chars: int = PART_CHARS) -> Iterator[str]:
+    """Yield stretches of at most `max_chars` characters, cut between paragraphs or else sentences. Joined,
     they are the text."""
     part = ""
-    for piece in _pieces(text):
-        if part and len(part) + len(piece) > PART_CHARS:
+    for piece in _pieces(text, max_chars):
+        if part and len(part) + len(piece) > max_chars:
             yield part
             part = ""
         part += piece
@@ -94,11 +94,11 @@ def parts(text: str) -> Iterator[str]:
         yield part
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, max_chars: int) -> Iterator[str]:
     for paragraph in re.findall(r"[\s\S]+?(?:\n\s*\n|\Z)", text):
-        for sentence in [paragraph] if len(paragraph) <= PART_CHARS else sentencex.segment("en", paragraph):
-            for at in range(0, len(sentence), PART_CHARS):  # a sentence that is too long is cut anywhere
-                yield sentence[at : at + PART_CHARS]
+        for sentence in [paragraph] if len(paragraph) <= max_chars else sentencex.segment("en", paragraph):
+            for at in range(0, len(sentence), max_chars):  # a sentence that is too long is cut anywhere
+                yield sentence[at : at + max_chars]
 
 
 def _plain(path: Path) -> Book:
