@@ -110,5 +110,5 @@ class ModelQueue:
 
 
 def slots_kept(num_slots: int) -> int:
-    """Return how many slots flexible requests leave free: 1 of FLEXIBLE_SLOTS_KEPT, at least one of several."""
+    """Return how many slots flexible requests leave free: 1 of FLEXIBLE_SLOTS_KEPT, and at least 1 of 2."""
     return min(math.ceil(num_slots / FLEXIBLE_SLOTS_KEPT), num_slots - 1)
