@@ -138,10 +138,14 @@ def test_what_cannot_go_on_is_refused(client, messages, fields, param, why):
 
 
 def test_the_words_of_a_clip(client, models):
-    words = client.audio.transcriptions.create(
-        model="opuslm", file=("a.wav", file_of(TUNE)), temperature=0
-    )
-    assert words.text == alone(models, "opuslm", text="", output="transcript", turns=turn()).text.strip()
+    """A random model writes to its limit, so only the first words are compared."""
+    expected = alone(models, "opuslm", text="", output="transcript", turns=turn(), options={"max_tokens": 8})
+    asked = {"model": "opuslm", "file": ("a.wav", file_of(TUNE)), "temperature": 0, "stream": True}
+    words = ""
+    with client.audio.transcriptions.create(**asked) as events:
+        while len(words) < len(expected.text):
+            words += next(events).delta
+    assert words[: len(expected.text)] == expected.text != ""
 
 
 def test_speech_from_a_request(client, models):

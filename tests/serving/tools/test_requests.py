@@ -74,13 +74,23 @@ ASKED = {
         "transcript",
         "continuation",
     },
-    ("opuslm", "tiny_dialogue"): {"voice", "voice anna", "clone", "spoken turn", "later turn", "text"},
+    ("opuslm", "tiny_dialogue"): {
+        "voice",
+        "voice anna",
+        "clone",
+        "spoken turn",
+        "later turn",
+        "spoken turn in text",
+        "text",
+    },
+    ("bagpiper", "tiny"): {"voice", "spoken turn", "spoken turn in text", "text"},
 }
 REFUSED = {
     ("cosyvoice2", "tiny"): {
         "instruct text_mode=interleaved",
         "clone with instructions text_mode=interleaved",
     },
+    ("bagpiper", "tiny"): {"later turn"},
     ("voxcpm2", "tiny"): {"clone of two x_vector_only_mode=true"},
     ("qwen3_tts", "tiny-base"): {"clone without transcript", "clone without transcript text_mode=full"},
     ("voxcpm2", "tiny-1.5"): {
