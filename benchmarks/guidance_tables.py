@@ -159,9 +159,7 @@ def native(path: Path, device: str, dtype: str, requests: Sequence[int], work: W
     return Native(PLAIN, dict.fromkeys(requests, rows / wall_s), wall_s / NATIVE_ROUNDS)
 
 
-def espnet(
-    family: str, path: Path, python: Path, dtype: str, requests: Sequence[int], work: Work
-) -> Native:
+def espnet(family: str, path: Path, python: Path, dtype: str, requests: Sequence[int], work: Work) -> Native:
     """Run ESPnet's own code, on our threads. It answers copies of one request."""
     is_in_turn = family == "bagpiper"
     order: dict[str, Any] = {"directory": str(path.resolve()), "dtype": dtype}

@@ -39,7 +39,9 @@ def test_only_guided_requests_open_a_second_lane(monkeypatch):
     ours = Ours(endless(directory("bagpiper", "tiny"), "cpu", "float32"), 2, compile=False)
     [model] = ours.engine.models.values()
     opened, open_lane = [], model.runner.open_lane
-    monkeypatch.setattr(model.runner, "open_lane", lambda slot, *more: (opened.append(slot), open_lane(slot, *more)))
+    monkeypatch.setattr(
+        model.runner, "open_lane", lambda slot, *more: (opened.append(slot), open_lane(slot, *more))
+    )
     ours.run(2, Work(4, 5, guidance=1.0))
     assert opened == []
     ours.run(2, Work(4, 5))

@@ -25,7 +25,10 @@ GREEDY = {"seed": 1, "temperature": 0.0}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
-    found = {"opuslm": opuslm.write_demo(place / "opuslm"), "bagpiper": bagpiper.write_demo(place / "bagpiper")}
+    found = {
+        "opuslm": opuslm.write_demo(place / "opuslm"),
+        "bagpiper": bagpiper.write_demo(place / "bagpiper"),
+    }
     return {name: (path, zoo.load(path, "cpu", "float32")) for name, path in found.items()}
 
 
