@@ -135,7 +135,9 @@ def rehearse(
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
-        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, plan(family, max(slots))
+        # a tensor that was made from an array has symbols for its sizes
+        memory = MemoryPlan(**{name: int(n) for name, n in asdict(plan(family, max(slots))).items()})
+        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, memory
         result = Rehearsal(family_name, size, card_name, codec, *facts, num_lowered(runner, parts))
         with _lowered(result):
             runner.lower(parts)
