@@ -135,7 +135,9 @@ def rehearse(
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
-        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, plan(family, max(slots))
+        # a tensor that was made from an array has symbols for its sizes
+        memory = MemoryPlan(**{name: int(n) for name, n in asdict(plan(family, max(slots))).items()})
+        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, memory
         result = Rehearsal(family_name, size, card_name, codec, *facts, num_lowered(runner, parts))
         with _lowered(result):
             runner.lower(parts)
@@ -165,13 +167,18 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     """Return the number of graphs that the warm-up should compile.
 
     The step and each shape of a render have a graph for one slot, if that size is recorded, and one for more.
+    Where second lanes open late, a step of one slot has one without and one with its second lane.
     A prefill has one graph. Each part of a render has its graphs for all shapes together."""
-    window, how_rendered = runner.family.spec.window, runner.lowered.how[2]
-    buckets = [runner.sizes.render_buckets(frames) for frames in window.sizes]
+    spec, how_rendered, sizes = runner.family.spec, runner.lowered.how[2], runner.sizes
+    window = spec.window
+    buckets = [sizes.render_buckets(frames) for frames in window.sizes]
     renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
     if isinstance(how_rendered, Parts):
-        renders = num_graphs([size for sizes in buckets for size in sizes]) * len(how_rendered.parts)
-    shapes = num_graphs(runner.sizes.buckets), 1, renders
+        renders = num_graphs([size for few in buckets for size in few]) * len(how_rendered.parts)
+    steps = num_graphs(sizes.buckets)
+    if spec.opens_late:
+        steps = len({(size > 1, size + num > 1) for size in sizes.buckets for num in sizes.open_rows(size)})
+    shapes = steps, 1, renders
     known = zip(PARTS, shapes, runner.lowered.how, strict=True)
     return sum(n for part, n, how in known if how != Eager() and part in parts)
 

@@ -202,6 +202,7 @@ class ModelInfo(msgspec.Struct):
     mixes: bool = False  # whether it can mix voices
     shares_turns: bool = False  # whether a request can continue a conversation
     answers: bool = False  # whether it answers conversations instead of speaking texts
+    performs: bool = False  # whether an answer performs what a text asks for, so that it speaks texts, too
     outputs: tuple[str, ...] = ("speech",)  # what a request may ask for
     takes_tools: bool = False  # whether a conversation may have tools
 

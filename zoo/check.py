@@ -38,7 +38,7 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
         raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
         raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
-    if request.stop and not spec.answers:
+    if request.stop and not (spec.answers or request.output == "text"):
         raise RequestError("stop", f"{name} takes no stop strings: it speaks the text that it is given")
     if not all(request.stop):
         raise RequestError("stop", "stop has an empty string: give strings of at least one character")

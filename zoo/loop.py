@@ -155,8 +155,8 @@ class SoloBatches:
         lanes = range(len(self.lengths))
         batch = self._batch(lanes, [range(length - 1, length) for length in self.lengths], self.lengths)
         if self.opens_late:
-            batch.opened = torch.zeros(len(lanes) - 1, dtype=torch.int64, device=self.device)
-            batch.second = torch.full((1,), lanes[-1], device=self.device)
+            batch.reads = torch.tensor(lanes, device=self.device)
+            batch.sequences = torch.tensor([[0], [lanes[-1]]], device=self.device)
         return batch
 
     def _batch(self, lanes: range, stretches: list[range], lengths: Sequence[int]) -> Batch:

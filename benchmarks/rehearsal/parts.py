@@ -79,14 +79,16 @@ class Rehearsed(Runner):
                 warm_render(self, frames, length)
 
     def count_step(self, num_slots: int) -> None:
-        """Count one step of `num_slots` slots with `context` positions each."""
+        """Count one step of `num_slots` slots with `context` positions in each lane, of which all are open."""
+        self.table.opens_at[:] = self.context
         self._count(lambda: self.step(np.arange(num_slots)), num_slots, self.context)
 
     def count_prefill(self, tokens: Sequence[int]) -> None:
-        """Count one launch that fills the given number of positions of each prompt."""
+        """Count one launch that fills the given number of positions of each prompt. A second lane that opens late
+        is filled from pages that all requests share."""
         inputs = torch.zeros(max(tokens), self.family.spec.width, dtype=self.family.dtype, device=self.device)
         lane = Lane(inputs, (), torch.zeros(max(tokens), dtype=torch.bool, device=self.device))
-        lanes = range(self.family.spec.lanes)
+        lanes = range(1 if self.family.spec.opens_late else self.family.spec.lanes)
         for slot in range(len(tokens)):
             self.prompts[slot] = (lane,) * len(lanes)
         chunks = [Chunk(slot, 0, count, True, n) for slot, count in enumerate(tokens) for n in lanes]

@@ -28,6 +28,7 @@ def write(family: str, size: str, path: Path) -> Path:
         with (
             mock.patch.object(synthetic, "write_tensors", _write_holes),
             mock.patch.object(synthetic, "fill", _one_zero),
+            mock.patch.object(Tensor, "to", _to),
         ):
             zoo.families()[family].write_demo(path, size)
     return path
@@ -52,6 +53,16 @@ def _write_holes(
 def _one_zero(name: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> np.ndarray:
     """Replace `synthetic.fill`: return one zero for all values, which pickles small."""
     return np.broadcast_to(np.zeros(1, np.float32), tuple(shape))
+
+
+_plain_to = Tensor.to
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace Tensor.to: convert one value where it stands for all, so that 16 GB stay one number."""
+    if tensor.numel() > 1 and not any(tensor.stride()):
+        return _plain_to(tensor[(0,) * tensor.dim()], *args, **kwargs).expand(tensor.shape)
+    return _plain_to(tensor, *args, **kwargs)
 
 
 @contextmanager

@@ -328,7 +328,8 @@ def parity(
             (name, "plain float32", theirs, run) for name, run in result["reference"]["runs"].items()
         ]
     for name, ours, theirs, run in compared:
-        steps = f"{run['steps_equal']} of {run['steps']}" if "steps" in run else ""
+        text = {True: "text is equal", False: "text differs"}.get(run.get("text_is_equal"), "")
+        steps = f"{run['steps_equal']} of {run['steps']}" if "steps" in run else text
         table.add_row(
             name,
             ours,

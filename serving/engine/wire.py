@@ -110,6 +110,7 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         mixes=spec.mixes,
         shares_turns=spec.shares_turns,
         answers=spec.answers,
+        performs=spec.performs,
         outputs=spec.outputs,
         takes_tools=spec.takes_tools,
     )

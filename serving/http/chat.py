@@ -71,6 +71,8 @@ def choice_of(data: ChatRequest, model: Model, server: Server) -> VoiceChoice:
     voice = voice_of(data)
     if voice is None:
         return NO_CHOICE
+    if not model.answers:
+        return replace(NO_CHOICE, warning="audio.voice is not used: a clip goes on in its own voice")
     is_uploaded = model.reference_s is not None and server.voices.has(voice)
     if voice in model.voices or is_uploaded:
         return server.chosen_voice(SpeechRequest(input="", voice=voice), model)

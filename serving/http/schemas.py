@@ -479,13 +479,15 @@ Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions, for models that answer (`answers` in GET /v1/models)."""
+    """The body of POST /v1/chat/completions, for models that answer (`answers` in GET /v1/models), and for those that
+    continue a text or a clip (text or continuation in `outputs`)."""
 
     messages: Annotated[
         Annotated[list[ChatMessage], Meta(min_length=1, max_length=256)],
         Meta(
             description="the conversation: at most one system message, then user and assistant in turn, the user's "
-            "last; content is a text, or a list of text and input_audio parts, base64 in data"
+            "last; content is a text, or a list of text and input_audio parts, base64 in data; for a model that does "
+            "not answer, one assistant message, which it continues"
         ),
     ]
     model: Annotated[
@@ -571,7 +573,10 @@ class Model(msgspec.Struct):
     mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
     shares_turns: bool  # whether a request may continue a conversation
     answers: bool  # whether it answers conversations (POST /v1/chat/completions) instead of speaking texts
-    # speech, text (answers without audio), transcript (POST /v1/audio/transcriptions)
+    performs: (
+        bool  # whether the speech routes take a model that answers, too: it performs what the text asks for
+    )
+    # speech, text (without audio), continuation (of a clip), transcript (POST /v1/audio/transcriptions)
     outputs: tuple[str, ...]
     takes_tools: bool  # whether a conversation may have tools
     response_formats: list[str]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from litestar.connection import ASGIConnection
+from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
@@ -124,16 +125,26 @@ class Server:
 
     def answering_model(self, asked: str | None) -> Model:
         """Return the model of a conversation. Raises Away, and the refusal."""
+        model = self._only_model(asked)
+        if not model.answers:
+            raise _only_speaks(model)
+        return model
+
+    def writing_model(self, asked: str | None) -> Model:
+        """Return the model of a chat completion: one that answers, or that continues a text or a clip. Raises Away,
+        and the refusal."""
+        model = self._only_model(asked)
+        if not model.answers and not {"text", "continuation"} & set(model.outputs):
+            raise _only_speaks(model)
+        return model
+
+    def _only_model(self, asked: str | None) -> Model:
         if asked is None and len(self.models) > 1:
             named = ", ".join(model.id for model in self.models)
             raise refusal(
                 400, f"model is missing; this server has several: {named}", "model", "missing_field"
             )
-        model = self.models[0] if asked is None else self.model(asked)
-        if not model.answers:
-            message = f"model {model.id!r} speaks texts, it does not answer: use POST {SPEECH}"
-            raise refusal(400, message, "model", "wrong_route")
-        return model
+        return self.models[0] if asked is None else self.model(asked)
 
     def transcribing_model(self, asked: str | None) -> tuple[Model, list[str]]:
         """Return the model of a transcription, and warnings. A request may leave the model out, or name one of
@@ -171,7 +182,7 @@ class Server:
             raise refusal(400, message, "model", "missing_field")
         else:
             [model] = models.values()
-        if model.answers:
+        if model.answers and not model.performs:
             message = f"model {model.id!r} answers conversations, it does not speak texts: use POST {CHAT}"
             raise refusal(400, message, "model", "wrong_route")
         return model, [warning for warning in warnings if warning is not None]
@@ -211,8 +222,13 @@ class Server:
         return self.voice_chooser.choose(request, model, is_only_model=len(self.engine.models) == 1)
 
 
+def _only_speaks(model: Model) -> HTTPException:
+    message = f"model {model.id!r} speaks texts, it does not answer: use POST {SPEECH}"
+    return refusal(400, message, "model", "wrong_route")
+
+
 def takes_recordings(info: ModelInfo) -> bool:
-    return bool(info.reference_s) or info.answers or "transcript" in info.outputs
+    return bool(info.reference_s) or info.answers or bool({"transcript", "continuation"} & set(info.outputs))
 
 
 def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:

@@ -219,4 +219,4 @@ def possible_voices(model: Model, uploaded: list[str] | None = None) -> str:
         possible.append("describe a voice in instructions")
     if model.reference_s is not None:
         possible.append("upload a voice (POST /v1/audio/voices) or send ref_audio")
-    return "; ".join(possible)
+    return "; ".join(possible) or f"the model has no named voices: leave voice out, or send {DEFAULT!r}"

@@ -90,6 +90,8 @@ def _other_outputs(family: Family[Any]) -> dict[str, dict[str, Any]]:
     if spec.listens:
         found["spoken turn"] = voice | {"text": "", "turns": (spoken,)}
         found["later turn"] = voice | {"turns": (spoken, Turn("assistant", TRANSCRIPT))}
+        if "text" in spec.outputs:
+            found["spoken turn in text"] = {"turns": (spoken,), "output": "text"}
     if "text" in spec.outputs:
         found["text"] = {"output": "text"}
     for output in OF_CLIP:

@@ -112,6 +112,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         licence=LICENCE,
         listens=True,
         answers=True,
+        performs=True,
         outputs=("speech", "text"),
     )
     return config, spec

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import sys
 import tempfile
 import time
@@ -41,9 +42,11 @@ from zoo.bagpiper.config import (
     find_weights,
 )
 from zoo.checkpoint.tensor_files import contents, open_file
+from zoo.nn.resample import Resample
 from zoo.reference_script import answer, speed
 
 NAME = "ESPnet SpeechLM 202611"
+SPECIAL = re.compile(r"<\|.*\|>")  # a converted tokenizer.json does not mark them
 SOURCES = Path(sys.prefix) / "espnet" / "espnet2"
 for name in (
     "",
@@ -106,6 +109,12 @@ class TextIO(abs_io.AbsIO):
     def decode_batch(self, tokens: torch.Tensor, lengths: torch.Tensor) -> list[str]:
         self.decoded += [row[:length, 0].clone() for row, length in zip(tokens, lengths, strict=True)]
         return [""] * len(tokens)
+
+    def text_of(self, words: torch.Tensor) -> str:
+        """Return the text of words [W], special tokens skipped."""
+        ids = [int(word) + self.shift for word in words]
+        tokens = {id: self.tokenizer.id_to_token(id) or "" for id in ids}
+        return self.tokenizer.decode([id for id in ids if not SPECIAL.fullmatch(tokens[id])])
 
     def copy_for_worker(self) -> TextIO:
         return self
@@ -304,26 +313,49 @@ def audio_limit(frames: int) -> dict[str, int]:
     return {"max_step": frames + DELAY}
 
 
-def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
-    """Return the samples [N] of a greedy request."""
-    options = request.get("options", {})
+def clip_of(path: str) -> np.ndarray:
+    """Return a clip [N] at 16 kHz. Other rates are resampled as the server does, since torchaudio is not here."""
+    with np.load(path) as found:
+        samples, rate_hz = torch.from_numpy(found["samples"]), int(found["rate_hz"])
+    if rate_hz != SAMPLE_RATE_HZ:
+        samples = Resample(rate_hz, SAMPLE_RATE_HZ)(samples[None])[0]
+    return samples.numpy()
+
+
+def messages_of(request: dict[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return a request as messages: of each turn its clip and its text, then the request's own text."""
+    found: list[tuple[str, str, Any]] = []
+    for turn in request.get("turns", ()):
+        if turn["clip"] is not None:
+            found.append((turn["role"], "audio", clip_of(turn["clip"])))
+        if turn["text"]:
+            found.append((turn["role"], "text", turn["text"]))
+    return found + ([("user", "text", request["text"])] if request["text"] else [])
+
+
+def speak(model: Model, request: dict[str, Any]) -> str | tuple[np.ndarray, str]:
+    """Return the text of a greedy request, and the samples [N] if it speaks."""
+    options, is_text = request.get("options", {}), request.get("output") == "text"
     settings = model.settings(
-        audio=audio_limit(request["max_frames"])
+        ["text"] if is_text else ["text", "audio"],
+        audio=audio_limit(request["max_frames"] or 1)
         | {"cfg": options.get("guidance", model.config.sampling.guidance)},
         text={"max_step": options["max_tokens"]} if "max_tokens" in options else {},
     )
-    return model.generate([("user", "text", request["text"])], settings).samples.numpy()
+    made = model.generate(messages_of(request), settings)
+    text = model.io["text"].text_of(made.words)
+    return text if is_text else (made.samples.numpy(), text)
 
 
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    """Answer one request after the other, which is all that the reference can. The end is never drawn, since the
-    length of a benchmark is fixed."""
+    """Answer one request after the other, which is all that the reference can. No end is drawn, since the lengths
+    of a benchmark are fixed."""
     frames = request["max_frames"]
     steps = {"max_step": frames + DELAY, "min_step": frames + DELAY}
     audio = {"temperature": 0.8, "cfg": request.get("options", {}).get("guidance", 3)} | steps
-    settings = model.settings(
-        audio=audio, text={"temperature": 0.6, "max_step": request.get("options", {}).get("max_tokens", 32)}
-    )
+    words = request.get("options", {}).get("max_tokens", 32)
+    text = {"temperature": 0.6, "max_step": words, "min_step": words}
+    settings = model.settings(audio=audio, text=text)
     asked: list[tuple[str, str, Any]] = [("user", "text", request["text"])]
     model.generate(asked, model.settings(audio={"max_step": DELAY + 2}, text={"max_step": 2}))
     began_s = time.perf_counter()

@@ -194,14 +194,14 @@ class Family(nn.Module, ABC, Generic[S]):
         first_is_audio = torch.cat(state.first_is_audio[slots].unbind(1))  # [L B]
         inputs, is_audio = self._step_inputs(state, batch, first, is_first, first_is_audio)
         h = self.hidden(inputs, replace_audio(batch, is_audio))
-        if batch.second is not None:
-            h = torch.cat((h[: len(slots)], h[batch.second]))  # a closed lane has the values of the first one
-        lanes = len(first) if batch.second is None else 2
+        lanes = len(first)
+        if batch.sequences is not None:
+            h, lanes = h[batch.sequences.flatten()], 2  # a closed lane has the values of the first one
         state.check(slots, h.unflatten(0, (lanes, -1)).transpose(0, 1))  # [B, L, D]
         self.emit(state, slots, h)
         done, finite = state.done[slots].long(), state.finite[slots].long()
         report = [state.ready[slots], done, state.written[slots], finite]
-        if batch.second is not None:
+        if batch.sequences is not None:
             report.append(state.lane_at[slots])
         return torch.stack(report, 1)
 
@@ -210,13 +210,11 @@ class Family(nn.Module, ABC, Generic[S]):
     ) -> tuple[Tensor, Tensor]:
         """Return the inputs [T, D] of a step, and which of them are audio [T]. first: L of [B, D]."""
         slots, embedded = batch.slots, self.embed(state, batch.slots)
-        if batch.opened is not None:
-            # a graph for any B needs this fact
-            torch._check(batch.positions.shape[0] == slots.shape[0] + batch.opened.shape[0])
+        if batch.reads is not None:
             own, second = embedded.unflatten(0, (2, -1)).unbind(0)
             own = torch.where(is_first[:, None], first[0], own)
-            more = torch.ones_like(batch.opened, dtype=torch.bool)
-            return torch.cat((own, second[batch.opened])), torch.cat((first_is_audio | ~is_first, more))
+            is_audio = torch.cat((first_is_audio | ~is_first, torch.ones_like(is_first)))
+            return torch.cat((own, second))[batch.reads], is_audio[batch.reads]
         torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
         is_first = is_first.repeat(len(first))  # [L B]
         return torch.where(is_first[:, None], torch.cat(tuple(first)), embedded), first_is_audio | ~is_first

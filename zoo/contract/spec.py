@@ -130,6 +130,8 @@ class Spec:
     # whether the model answers its text and turns instead of speaking them: turns alone are a request, and
     # neither the text nor its length says what is spoken
     answers: bool = False
+    # whether an answer performs what the text asks for, so that a request for speech may be any text, too
+    performs: bool = False
     # whether turns may hold tools and their results (`Turn.role`), which the model calls by its text
     takes_tools: bool = False
     # what a request may ask for (`Request.output`): "speech", "text" (an answer without audio), "transcript",

@@ -35,9 +35,10 @@ class Batch:
     # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's
     # last input, which may be text.
     is_audio: Tensor
-    # Of a step where second lanes open late: there are B first lanes and then the G open second ones.
-    opened: Tensor | None = None  # [G], the row of each open second lane in `slots`; 0 for padding
-    second: Tensor | None = None  # [B], the sequence of each slot's second lane, or of its first one
+    # Of a step where second lanes open late. There are B first lanes and then the open second ones, T in all. Both
+    # are indices, since generated kernels cannot add the sizes of slots and open lanes.
+    reads: Tensor | None = None  # [T], the row of `embed`'s output [2 B, D] that each sequence reads
+    sequences: Tensor | None = None  # [2, B], the sequence of each slot's lanes; a closed one has the first
     # Of a step that FlashInfer may compute, the same as page_table and kv_lens in int32; otherwise None.
     block_tables: Tensor | None = None  # [N, P]
     seq_lens: Tensor | None = None  # [N]

@@ -28,11 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.contract import Prompt, Spec, State
+from zoo.contract import NEVER, Prompt, Spec, State
 from zoo.opuslm.ids import PAD, STREAMS
 
 DELAY = STREAMS - 1  # steps from a frame's first id to its last
-NEVER = 1 << 40  # a step that nothing reaches
 MIN_FRAMES, MIN_WORDS = 3, 1  # no end is drawn before
 TEXT_ROWS = DELAY + 2  # behind an answer's words: the end, the step behind it, and pads
 OPENING = 2  # rows between an answer's words and its speech

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.check import check
-from zoo.contract import Batch, Family, Prompt, Said, Spec, View, frame_cap
+from zoo.contract import NEVER, Batch, Family, Prompt, Said, Spec, View, frame_cap
 from zoo.nn import llama
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
@@ -27,7 +27,7 @@ from zoo.nn.sampling import draw, draw_inline, gumbel
 from zoo.opuslm import body
 from zoo.opuslm.codec import Decoder
 from zoo.opuslm.config import HEAD_ROWS, Config
-from zoo.opuslm.delay import DELAY, MIN_FRAMES, MIN_WORDS, NEVER, OPENING, TEXT_ROWS, DelayState, Words
+from zoo.opuslm.delay import DELAY, MIN_FRAMES, MIN_WORDS, OPENING, TEXT_ROWS, DelayState, Words
 from zoo.opuslm.ids import BOOKS, PAD, STREAMS
 from zoo.opuslm.listener import Encoders
 from zoo.opuslm.prompt import MAX_FRAMES, MAX_WORDS, TEXT_TEMPERATURE, PromptWriter, Script

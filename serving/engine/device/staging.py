@@ -113,7 +113,7 @@ class Staging:
         num_rows = table.num_sequences + WARM_SLOTS * len(table.lanes)
         self.no_audio = torch.zeros(num_rows, dtype=torch.bool, device=device)
         numbers = table.num_sequences * (4 + table.max_pages) + sizes.num_slots + 1
-        numbers += 2 * sizes.num_slots
+        numbers += 2 * table.num_sequences
         self.step_inputs = LaunchInputs(device, numbers + table.num_sequences * (1 + table.max_pages), 10)
         self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
         width = 0 if past is None else past.shape[1]
@@ -130,13 +130,11 @@ class Staging:
         sequences = self.table.sequences(slots)
         more: dict[str, np.ndarray] = {"slots": slots}
         if opened is not None:
-            second = np.arange(len(slots), dtype=INT)
-            is_open = opened >= 0
+            each, is_open = np.arange(len(slots), dtype=INT), opened >= 0
+            second = each.copy()
             second[opened[is_open]] = len(slots) + np.flatnonzero(is_open)
-            # a part of a longer array, since numpy's empty arrays have no stride
-            at = np.zeros(len(slots) + 1, INT)[: len(opened)]
-            at[:] = opened.clip(min=0)
-            more |= {"opened": at, "second": second}
+            reads = np.concatenate((each, len(slots) + opened.clip(min=0)))
+            more |= {"reads": reads, "sequences": np.stack((each, second))}
             rows = np.where(is_open, slots[opened], self.sizes.num_slots)
             sequences = np.concatenate((slots, self.table.num_rows + rows))
         positions = self.table.kv_lens[sequences] - 1

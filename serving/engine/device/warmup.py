@@ -225,9 +225,9 @@ def mark_sizes(batch: Batch, tokens: str) -> None:
         return
     any_size((batch.slots,), 0, "batch")
     any_size((batch.kv_lens, batch.page_table), 0, "sequences")
-    if batch.opened is not None and batch.second is not None:
-        any_size((batch.opened,), 0, "opened")
-        any_size((batch.second,), 0, "batch")
+    if batch.reads is not None and batch.sequences is not None:
+        any_size((batch.reads,), 0, tokens)
+        any_size((batch.sequences,), 1, "batch")
     if batch.block_tables is not None and batch.seq_lens is not None:
         any_size((batch.block_tables, batch.seq_lens), 0, "sequences")
     any_size((batch.cu_seqlens,), 0, "edges")

@@ -45,9 +45,10 @@ export class Form {
     refill($("language"), [new Option("automatic", ""), ...others.map((language) => new Option(language))]);
     hide("language", !others.length);
     const designs = model.modes.includes("design");
+    const answers = model.answers && !model.performs;
     hide("voice", model.answers && !model.voices.length);
-    hide("instructions", !designs && !model.answers && !model.modes.includes("instruct"));
-    $("instructions-label").textContent = model.answers ? "System prompt" : designs ? "Describe the voice" : "How to speak";
+    hide("instructions", !designs && !answers && !model.modes.includes("instruct"));
+    $("instructions-label").textContent = answers ? "System prompt" : designs ? "Describe the voice" : "How to speak";
     hide("sentence_gap_s", model.piece_s === null);
     hide("words", !model.timestamp_granularities.includes("word"));
     $("input").maxLength = model.max_text_chars;

@@ -63,7 +63,7 @@ function askForKey({ message }) {
 }
 
 async function speak() {
-  if (!page.isReady || form.model.answers) return;
+  if (!page.isReady || (form.model.answers && !form.model.performs)) return;
   stop();
   form.clearErrors();
   setText("problem", "");

@@ -27,10 +27,11 @@ export class Talk {
     hold.disabled = !navigator.mediaDevices;
   }
 
-  /** Shows the conversation in place of speech if the model answers. */
+  /** Shows the conversation in place of speech if the model answers, and does not perform what a text asks for. */
   show(model) {
-    $("talk").hidden = !model.answers;
-    $("speech").hidden = $("request-code").hidden = $("more").hidden = model.answers;
+    const answers = model.answers && !model.performs;
+    $("talk").hidden = !answers;
+    $("speech").hidden = $("request-code").hidden = $("more").hidden = answers;
     if (model.id !== this.model) this.reset();
     this.model = model.id;
   }

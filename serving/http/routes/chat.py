@@ -9,6 +9,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp
 
 from serving.http.chat import Chat, check
+from serving.http.continuation import Continuation
 from serving.http.errors import CHAT
 from serving.http.keys import admit
 from serving.http.requests import ForgetfulRequest
@@ -29,11 +30,12 @@ RESPONSES = {
 
 @post(CHAT, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
 async def complete(data: ChatRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
-    """Answer a conversation in text, or in text and speech."""
-    model = server.answering_model(data.model)
+    """Answer a conversation in text, or in text and speech; or continue a text or a clip."""
+    model = server.writing_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused
     await request.take_json()
     check(data, model)
-    chat = Chat(server, data, model, request.state.get("request_id"))
+    make = Chat if model.answers else Continuation
+    chat = make(server, data, model, request.state.get("request_id"))
     admit(chat.num_chars)
     return chat

@@ -9,7 +9,8 @@ from models import Clock, family, serve
 
 import zoo
 from serving.engine.engine import Engine, Finished
-from zoo.opuslm.delay import NEVER, DelayState, Words, delayed, left_over
+from zoo.contract import NEVER
+from zoo.opuslm.delay import DelayState, Words, delayed, left_over
 from zoo.opuslm.model import OpusLM
 from zoo.request import AudioClip, Request, RequestError, Turn
 
