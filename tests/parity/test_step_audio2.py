@@ -140,5 +140,6 @@ def test_the_mel_of_a_voice_is_the_reference_s(model):
     found = SPEECH["mel"]
     _, read = model.cloner(clip("other_rate"))
     num = min(len(found), -(-len(read.mel) // 5))
-    torch.testing.assert_close(read.mel[::5][:num], found[:num], rtol=0, atol=1e-4)
+    # Amplitudes, not their logarithms: next to a hum most bins hold rounding errors, which differ between CPUs.
+    torch.testing.assert_close(read.mel[::5][:num].exp(), found[:num].exp(), rtol=1e-4, atol=1e-6)
     assert len(read.mel) == 2 * len(read.codes)

@@ -37,3 +37,10 @@ class Resample(nn.Module):
         padded = F.pad(samples, (self.reach, self.reach + self.step))[:, None]
         resampled = rearrange(F.conv1d(padded, self.filters, stride=self.step), "b phase n -> b (n phase)")
         return resampled[:, : -(-samples.shape[1] * self.phases // self.step)]
+
+
+def resampled(samples: Tensor, from_hz: int, to_hz: int) -> Tensor:
+    """Return samples [N] at another rate, on the same device."""
+    if from_hz == to_hz:
+        return samples
+    return Resample(from_hz, to_hz).to(samples.device)(samples[None])[0]
