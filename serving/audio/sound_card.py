@@ -50,7 +50,7 @@ def record(until: Callable[[], Any]) -> np.ndarray:
 
 
 class Player:
-    """Plays samples in the order in which they come, while more are made. A thread of its own waits for the card."""
+    """Plays samples in the order in which they come, while more are made. Another thread waits for the card."""
 
     def __init__(self, rate_hz: int):
         self._queue: SimpleQueue[np.ndarray | None] = SimpleQueue()
