@@ -9,7 +9,8 @@ kernels run one after the other, and each takes its start and then the longer of
 starts, and the streams share bytes and arithmetic (`rehearsal/simulation.py`).
 
 The project's scheduler then serves requests on a virtual clock at these costs, with a codec in fp32 and in
-TF32 (`zoo serve --codec tf32`). The prediction leaves out HTTP, encoders and the building of prompts.
+TF32 (`zoo serve --codec tf32`). The prediction leaves out HTTP, encoders and the building of prompts. In conversations
+it includes the encoder of the user's clip, alone, but neither voice detection nor a slower encoder next to the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.rehearsal.cards import CARDS, GRAPH_LAUNCH_US, Card
-from benchmarks.rehearsal.costs import APART, Counts, Part, Row, reads_pages
+from benchmarks.rehearsal.costs import APART, CLIP_S, Counts, Part, Row, reads_pages
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
 from benchmarks.rehearsal.simulation import Load, Server
 from serving.engine.engine import CODECS
@@ -41,6 +42,7 @@ AIMS = {
     "cosyvoice2": 300,
 }
 RATES = {"qwen3_tts": (40, 1), "cosyvoice2": (12,), "orpheus": (10, 24), "csm": (24,)}  # requests a second
+CONVERSATIONS, CONVERSATION_TURNS = (1, 16), 12
 RATE_S = 60  # seconds of requests at each rate
 
 
@@ -119,7 +121,7 @@ class Prediction:
         attention_ms = steps * step.busy_ms(self.card, reads_pages)
         yield (
             steps * starts_ms(step),
-            f"the starts of {steps * step.num_launches:,} launches in a frame's steps",
+            f"the starts of {steps * step.num_launches:,.0f} launches in a frame's steps",
         )
         yield attention_ms, "keys and values"
         yield steps * step.busy_ms(self.card) - attention_ms, "the steps' other bytes"
@@ -192,6 +194,12 @@ def served(one: Prediction) -> Iterator[str]:
 
     for streams in (1, STREAMS):
         yield f"{whose}, {streams} streams, each followed by the next: {heard(Load.closed(6 * streams, frames, streams))}"
+    for num in CONVERSATIONS if "listen" in counts.parts else ():
+        load = Load.conversations(num, CONVERSATION_TURNS, frames, CLIP_S)
+        yield (
+            f"{whose}, {num} conversations of {CONVERSATION_TURNS} turns, {CLIP_S:g} s of the user and {SPEECH_S} s of the "
+            f"model each: {heard(load)}"
+        )
     for rate in RATES.get(counts.family, ()):
         load = Load.poisson(rate, RATE_S, frames)
         yield f"{whose}, {rate} requests a second for {RATE_S} s, {SPEECH_S} s each: {heard(load)}"

@@ -33,7 +33,7 @@ from torch._dynamo.utils import counters
 import zoo
 from benchmarks.rehearsal import shapes
 from benchmarks.rehearsal.cards import CARDS
-from benchmarks.rehearsal.costs import APART, merged
+from benchmarks.rehearsal.costs import APART, CLIP_S, merged
 from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
@@ -48,13 +48,13 @@ from zoo.contract import Window
 from zoo.nn.swiglu import WAYS
 
 CONTEXT = 500  # positions of every slot
-PARTS = ("step", "prefill", "render")
+PARTS = ("step", "prefill", "render", "listen")
 PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
 
 
 @dataclass
 class Part:
-    """One launch of the server: a step, a prefill or a render of `slots` slots."""
+    """One launch of the server: a step, a prefill or a render of `slots` slots, or the encoder of one clip."""
 
     name: str
     slots: int
@@ -157,6 +157,9 @@ def rehearse(
             for length in spec.window.lengths or (0,):
                 runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
+        if "listen" in parts and spec.listens and spec.keeps_answers:  # it holds conversations
+            runner.count_listen(CLIP_S)
+            result.parts.append(_part(log, "listen", 1))
         result.graphs = counters["stats"]["unique_graphs"] - result.graphs
         if is_built:
             result.built = build(kernels)
@@ -179,7 +182,7 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     if spec.opens_late:
         steps = len({(size > 1, size + num > 1) for size in sizes.buckets for num in sizes.open_rows(size)})
     shapes = steps, 1, renders
-    known = zip(PARTS, shapes, runner.lowered.how, strict=True)
+    known = zip(PARTS[:3], shapes, runner.lowered.how, strict=True)  # encoders are eager
     return sum(n for part, n, how in known if how != Eager() and part in parts)
 
 

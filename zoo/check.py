@@ -9,7 +9,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from zoo.contract.spec import Spec
-from zoo.request import BLANK, SAMPLING, SOUND_ONLY, Reference, Request, RequestError, Share, is_mix, parts_of
+from zoo.request import (
+    BLANK,
+    SAMPLING,
+    SOUND_ONLY,
+    Reference,
+    Request,
+    RequestError,
+    Share,
+    Turn,
+    is_mix,
+    parts_of,
+)
 
 OF_CLIP = ("transcript", "continuation")  # outputs that are made of a clip alone
 
@@ -179,3 +190,14 @@ def _instead(spec: Spec, param: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
+
+
+def check_turn(turn: Turn) -> None:
+    """Raise RequestError for a turn that says nothing, or that speaks where only text is read."""
+    has_text = bool((turn.text or "").strip(BLANK))
+    if turn.clip is not None and turn.role != "user":
+        raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
+    if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
+        raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
+    if not has_text and turn.clip is None and turn.tokens is None:
+        raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

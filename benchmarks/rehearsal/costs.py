@@ -17,6 +17,9 @@ import numpy as np
 from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, Card
 from zoo.contract import Window
 
+CLIP_S = 5.0  # of what a user says
+# Tokens of text and codes in turn, of models that write while they speak.
+PATTERNS = {"glm4_voice": (13, 26), "step_audio2": (1, 4)}
 # A step on a device where cuBLAS with a second launch is faster than a fused gated product (`zoo.nn.swiglu`).
 APART = "step, products apart"
 
@@ -84,14 +87,16 @@ class Part:
 class Counts:
     """A family's parts by name, at the numbers of slots that were counted.
 
-    Names are "step", "prefill", "render", and APART if that step differs."""
+    Names are "step", "prefill", "render", APART if that step differs, and "listen" for a family that listens: the
+    encoder of one clip. pattern: how many steps write text, and how many speak, in turn."""
 
     family: str
     size: str
     frame_s: float
     window: Window
     parts: dict[str, list[Part]]
-    steps_per_frame: int = 1
+    steps_per_frame: float = 1
+    pattern: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, path: Path, codec: str = "float32") -> Counts:
@@ -107,10 +112,24 @@ class Counts:
             parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
         fields: dict[str, Any] = content["window"]
         window = Window(**fields | {name: tuple(fields[name]) for name in ("sizes", "lengths")})
-        steps_per_frame = content.get("steps_per_frame", 1)
-        return cls(
-            content["family"], content["size"], content["frame_s"], window, dict(parts), steps_per_frame
-        )
+        steps_per_frame, pattern = content.get("steps_per_frame", 1), PATTERNS.get(content["family"])
+        if pattern is not None:
+            steps_per_frame = sum(pattern) / pattern[1]
+        facts = content["family"], content["size"], content["frame_s"]
+        return cls(*facts, window, dict(parts), steps_per_frame, pattern)
+
+    def frames(self, steps: np.ndarray) -> np.ndarray:
+        """Return how many frames there are after so many steps."""
+        silent, spoken = self.pattern or (int(self.steps_per_frame) - 1, 1)
+        whole, rest = np.divmod(steps, silent + spoken)
+        return whole * spoken + np.clip(rest - silent, 0, spoken)
+
+    def listen_s(self, card: Card) -> float:
+        """Return the seconds until a clip is encoded; 0 for a family that does not listen."""
+        if "listen" not in self.parts:
+            return 0.0
+        [part] = self.parts["listen"]
+        return max(part.device_ms(card), part.host_ms()) / 1e3
 
     def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:
         found = [part for part in self.parts[name] if (part.frames, part.length) == (frames, length)]

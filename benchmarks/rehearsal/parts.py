@@ -23,6 +23,9 @@ from serving.engine.device.runner import Runner
 from serving.engine.device.warmup import tf32, warm_prefill, warm_render, warm_step
 from serving.engine.memory.memory_plan import usual_kv_bytes
 from zoo.contract import Batch, Family, Lane, View
+from zoo.request import AudioClip
+
+SPEECH_HZ = 16_000  # of what a user says
 
 
 class Rehearsed(Runner):
@@ -99,6 +102,12 @@ class Rehearsed(Runner):
         start, count = np.zeros(num_slots, INT), np.full(num_slots, frames, INT)
         due = Render(np.arange(num_slots), start, count, np.zeros(num_slots, bool), frames, 0.0, length)
         self._count(lambda: self.render(due), num_slots, self.context)
+
+    def count_listen(self, seconds: float) -> None:
+        """Count the encoder of one clip."""
+        samples = np.random.default_rng(0).uniform(-0.5, 0.5, int(seconds * SPEECH_HZ)).astype(np.float32)
+        listener = self.family.writer.ear
+        self._count(lambda: listener.encode(AudioClip(samples, SPEECH_HZ)), 1, 0)
 
     def _count(self, launch: Callable[[], Any], num_slots: int, context: int) -> None:
         row_bytes = self.family.spec.kv.row_values * self.family.dtype.itemsize

@@ -23,14 +23,15 @@ from zoo.checkpoint import loading, synthetic
 
 
 def write(family: str, size: str, path: Path) -> Path:
-    """Write the demo checkpoint of a size without values, a few megabytes on disk, unless it exists."""
+    """Write the demo checkpoint of a size without values, a few megabytes on disk, unless it exists. Its shards are in
+    bf16: a file in fp32 may be larger than the memory, and cannot be mapped then."""
     if not path.exists():
         with (
             mock.patch.object(synthetic, "write_tensors", _write_holes),
             mock.patch.object(synthetic, "fill", _one_zero),
             mock.patch.object(Tensor, "to", _to),
         ):
-            zoo.families()[family].write_demo(path, size)
+            zoo.families()[family].write_demo(path, size, dtype=torch.bfloat16)
     return path
 
 
@@ -71,7 +72,9 @@ def fake() -> Iterator[FakeTensorMode]:
     from_numpy = torch.from_numpy
     with (
         FakeTensorMode(shape_env=_no_values(), allow_non_fake_inputs=True) as mode,
-        mock.patch.object(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array))),
+        mock.patch.object(
+            torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array), static_shapes=True)
+        ),
         mock.patch.object(Tensor, "numpy", _some_values),
         mock.patch.object(nn.Module, "_apply", _apply),
     ):

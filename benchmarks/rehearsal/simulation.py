@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -25,11 +26,15 @@ PROMPT_TOKENS = 100
 class Load:
     """Requests: arrivals [R] in seconds, and the frames [R] of each.
 
-    num_streams: in a closed loop, the number of requests that run at once."""
+    num_streams: in a closed loop, the number of requests that run at once. num_conversations: requests are the turns of
+    so many conversations, one of each after the other; request r + num_conversations arrives when a listener has heard
+    request r and has spoken for pause_s [R]. Then arrivals_s are those of the first turns."""
 
     arrivals_s: np.ndarray
     frames: np.ndarray
     num_streams: int | None = None
+    num_conversations: int | None = None
+    pause_s: np.ndarray | None = None
 
     @classmethod
     def poisson(cls, rate: float, duration_s: float, frames: float, seed: int = 0) -> Load:
@@ -43,13 +48,22 @@ class Load:
         random = np.random.default_rng(seed)
         return cls(np.zeros(requests), np.maximum(random.poisson(frames, requests), 4), num_streams)
 
+    @classmethod
+    def conversations(cls, num: int, turns: int, frames: float, pause_s: float, seed: int = 0) -> Load:
+        """Return conversations that begin at random, with turns whose lengths vary by half."""
+        random = np.random.default_rng(seed)
+        length = np.maximum(random.poisson(frames, num * turns), 4)
+        pauses_s = pause_s * random.uniform(0.5, 1.5, num * turns)
+        return cls(random.uniform(0, pause_s, num), length, num_conversations=num, pause_s=pauses_s)
+
 
 @dataclass
 class Heard:
-    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio. given_s [R]:
-    audio that a listener has; gap_s [R]: the longest wait for more, if it plays from the first sample on."""
+    """The experience of a load's listeners. arrived_s, begun_s, first_s [R]: the end of what the user says, admission
+    and first audio. given_s [R]: audio that a listener has; gap_s [R]: the longest wait for more, if it plays from the first sample on."""
 
     load: Load
+    arrived_s: np.ndarray = field(init=False)
     begun_s: np.ndarray = field(init=False)
     first_s: np.ndarray = field(init=False)
     given_s: np.ndarray = field(init=False)
@@ -59,6 +73,8 @@ class Heard:
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.arrived_s = np.full(len(self.load.frames), np.nan)
+        self.arrived_s[: len(self.load.arrivals_s)] = self.load.arrivals_s
         self.begun_s = np.full(len(self.load.frames), np.nan)
         self.first_s = np.full(len(self.load.frames), np.nan)
         self.given_s = np.zeros(len(self.load.frames))
@@ -79,7 +95,7 @@ class Heard:
         return int((self.gap_s == 0).sum())
 
     def ttfa_ms(self, percent: float) -> float:
-        since_s = self.begun_s if self.load.num_streams else self.load.arrivals_s
+        since_s = self.begun_s if self.load.num_streams else self.arrived_s
         return float(np.nanpercentile(self.first_s - since_s, percent)) * 1e3
 
     @property
@@ -173,7 +189,7 @@ class Server:
     need."""
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
-        self.counts, self.cost = counts, cache(partial(counts.cost, card))
+        self.counts, self.card, self.cost = counts, card, cache(partial(counts.cost, card))
         self.scheduler = Scheduler(
             num_slots,
             Policy.named(policy),
@@ -189,16 +205,23 @@ class Server:
         self.renders: deque[tuple[Work, Render]] = deque()
 
     def serve(self, load: Load) -> Heard:
-        heard, waiting = Heard(load), deque(range(len(load.frames)))
+        heard, listen_s = Heard(load), self.counts.listen_s(self.card) if load.num_conversations else 0.0
+        waiting = [(float(at_s) + listen_s, i) for i, at_s in enumerate(load.arrivals_s)]
+        heapify(waiting)
         while waiting or self.num_open:
             if not self.num_open:
-                self.device.wait(load.arrivals_s[waiting[0]])
+                self.device.wait(waiting[0][0])
             self._admit(heard, waiting)
             launched = self._launch()
             self._collect(lag=int(launched))
             self._render()
             self._deliver(heard, is_waiting=not launched)
-            self._finish(heard)
+            for request in self._finish(heard):
+                following = request + (load.num_conversations or 0)
+                if load.pause_s is not None and following < len(load.frames):
+                    heard_s = heard.first_s[request] + heard.given_s[request]
+                    heard.arrived_s[following] = heard_s + load.pause_s[following]
+                    heappush(waiting, (heard.arrived_s[following] + listen_s, following))
         heard.busy_s = self.device.host_s
         heard.underruns = self.scheduler.num_underruns
         return heard
@@ -207,12 +230,12 @@ class Server:
     def num_open(self) -> int:
         return int((self.request >= 0).sum())
 
-    def _admit(self, heard: Heard, waiting: deque[int]) -> None:
+    def _admit(self, heard: Heard, waiting: list[tuple[float, int]]) -> None:
         free = np.flatnonzero(self.request < 0).tolist()[
             : (heard.load.num_streams or len(self.request)) - self.num_open
         ]
-        while waiting and free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
-            request, slot = waiting.popleft(), free.pop()
+        while waiting and free and waiting[0][0] <= self.device.host_s:
+            (_, request), slot = heappop(waiting), free.pop()
             self.request[slot], self.steps[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
             heard.begun_s[request] = self.device.host_s
             self.scheduler.open(slot, PROMPT_TOKENS)
@@ -229,7 +252,7 @@ class Server:
         if slots.size:
             work = self.device.launch("lm", self.cost("step", len(slots)))
             self.steps[slots] += 1
-            made = np.minimum(self.steps[slots] // self.counts.steps_per_frame, self.wanted[slots])
+            made = np.minimum(self.counts.frames(self.steps[slots]), self.wanted[slots])
             self.reports.append((work, slots, made))
             self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
@@ -259,12 +282,16 @@ class Server:
                 render.slots, render.count, given_s, render.is_last, render.handed_s, now_s
             )
 
-    def _finish(self, heard: Heard) -> None:
-        """Close finished slots. A step in flight for one is wasted, but ends before the next tenant's."""
+    def _finish(self, heard: Heard) -> list[int]:
+        """Close finished slots, and return their requests. A step in flight for one is wasted, but ends before the next
+        tenant's."""
+        finished = []
         for slot in self.scheduler.finished_slots().tolist():
             heard.audio_s += float(self.wanted[slot]) * self.counts.frame_s
             self.scheduler.close(slot)
+            finished.append(int(self.request[slot]))
             self.request[slot] = -1
             self.reports = deque(
                 (work, slots[slots != slot], ready[slots != slot]) for work, slots, ready in self.reports
             )
+        return finished

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,31 @@ def record(until: Callable[[], Any]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.float32), *chunks])
 
 
-def play(samples: np.ndarray, rate_hz: int) -> None:
-    """Play samples [N] to their end."""
-    importlib.import_module("sounddevice").play(samples, rate_hz, blocking=True)
+class Player:
+    """Plays samples in the order in which they come, while more are made. Another thread waits for the card."""
+
+    def __init__(self, rate_hz: int):
+        self._queue: SimpleQueue[np.ndarray | None] = SimpleQueue()
+        self._problem: Exception | None = None
+        self._thread = Thread(target=self._play, args=(rate_hz,), daemon=True)
+        self._thread.start()
+
+    def write(self, samples: np.ndarray) -> None:
+        """Add samples [N] float32."""
+        self._queue.put(samples)
+
+    def close(self) -> None:
+        """Wait until everything has been played. Raises ValueError if the card failed."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._problem is not None:
+            raise ValueError(f"the answer cannot be played: {self._problem}")
+
+    def _play(self, rate_hz: int) -> None:
+        sounddevice = importlib.import_module("sounddevice")
+        try:
+            with sounddevice.OutputStream(samplerate=rate_hz, channels=1, dtype="float32") as stream:
+                while (samples := self._queue.get()) is not None:
+                    stream.write(np.ascontiguousarray(samples[:, None]))
+        except sounddevice.PortAudioError as error:
+            self._problem = error

@@ -65,17 +65,24 @@ def voice_of(data: ChatRequest) -> str | None:
     return given.id if isinstance(given, Voice) else given
 
 
+def speaks_in(model: Model, voice: str, server: Server) -> bool:
+    """Return whether a model that answers can speak in a voice: one of its own, or an uploaded one."""
+    return voice in model.voices or (model.reference_s is not None and server.voices.has(voice))
+
+
+def choice_named(voice: str | None, model: Model, server: Server) -> VoiceChoice:
+    """Return a voice of the model, or an uploaded one. Raises the refusal."""
+    return NO_CHOICE if voice is None else server.chosen_voice(SpeechRequest(input="", voice=voice), model)
+
+
 def choice_of(data: ChatRequest, model: Model, server: Server) -> VoiceChoice:
     """Return the voice of the answer, with a warning for one that does not exist. OpenAI's clients must name one.
     Raises the refusal."""
     voice = voice_of(data)
-    if voice is None:
-        return NO_CHOICE
-    if not model.answers:
+    if voice is not None and not model.answers:
         return replace(NO_CHOICE, warning="audio.voice is not used: a clip goes on in its own voice")
-    is_uploaded = model.reference_s is not None and server.voices.has(voice)
-    if voice in model.voices or is_uploaded:
-        return server.chosen_voice(SpeechRequest(input="", voice=voice), model)
+    if voice is None or speaks_in(model, voice, server):
+        return choice_named(voice, model, server)
     warning = f"model {model.id} has no voice {cut(voice)!a}; it speaks in its own"
     return replace(NO_CHOICE, warning=warning)
 

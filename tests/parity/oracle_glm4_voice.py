@@ -1,8 +1,6 @@
 """Make the GLM-4-Voice fixtures; see README.md in this folder.
 
-The reference is no package. Its LM is transformers' GlmForCausalLM, its speech tokenizer has transformers' Whisper
-layers, and flow and vocoder have the classes of cosyvoice-minicpmo, whose forward passes are changed as the original
-changed them: one mask, one norm's eps, and nearest interpolation. All requests are greedy.
+The reference is zoo/glm4_voice/reference.py, which says what of it is a package. All requests are greedy.
 
 It runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-glm4_voice/bin/python tests/parity/oracle_glm4_voice.py
@@ -10,296 +8,26 @@ It runs in the reference environment that environments.sh builds:
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
-import logging
-import math
-import sys
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torchaudio
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import GlmConfig, GlmForCausalLM, WhisperConfig, WhisperFeatureExtractor
-from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
+from safetensors.torch import save_file
+from torch import Tensor
 
 from zoo.glm4_voice import demo
-from zoo.glm4_voice.config import Config
-from zoo.glm4_voice.model import LEAST_PAST, NOISE_STEP, PHASE_STEP
-from zoo.glm4_voice.strategy import GRID, LOOKAHEAD
-from zoo.glm4_voice.vocabulary import Vocabulary
-from zoo.nn.sampling import normal, uniform_noise
+from zoo.glm4_voice.reference import SEED, Model, samples_of
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "glm4_voice"
-SITE = Path(torchaudio.__file__).parents[1]
-SEED = 0
-RATE_HZ, MEL_SAMPLES, STEPS = 22_050, 256, 10
 STRIDE = 7  # of the stored samples
 CLIPS = {"short": (16_000, 40_961), "other_rate": (24_000, 30_000), "pieces": (16_000, 30 * 16_000 + 2_560)}
 TEXT = "Tell me about the river, 12345 times."
 MAX_TOKENS = 130
-
-
-def stub(name: str, path: Path | None = None, **values: Any) -> None:
-    """Register an empty package, so that its own __init__, which imports training code, is not run."""
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    if path is not None:
-        module.__path__ = [str(path)]
-    vars(module).update(values)
-    sys.modules[name] = module
-
-
-for package in (
-    *("cosyvoice", "cosyvoice.utils", "cosyvoice.flow", "cosyvoice.hifigan", "cosyvoice.transformer"),
-    *("matcha", "matcha.utils", "matcha.models", "matcha.models.components", "matcha.hifigan"),
-):
-    stub(package, SITE / package.replace(".", "/"))
-stub("matcha.utils.pylogger", get_pylogger=logging.getLogger)
-
-from cosyvoice.flow.decoder import ConditionalDecoder  # noqa: E402
-from cosyvoice.flow.length_regulator import InterpolateRegulator  # noqa: E402
-from cosyvoice.hifigan.f0_predictor import ConvRNNF0Predictor  # noqa: E402
-from cosyvoice.hifigan.generator import HiFTGenerator  # noqa: E402
-from cosyvoice.transformer.encoder import ConformerEncoder  # noqa: E402
-
-# --- the language model ---
-
-
-def make_lm(directory: Path, config: Config) -> GlmForCausalLM:
-    stack = config.lm.stack
-    values = {
-        "hidden_size": stack.hidden,
-        "intermediate_size": stack.inner,
-        "num_hidden_layers": stack.layers,
-        "num_attention_heads": stack.heads,
-        "num_key_value_heads": stack.kv_heads,
-        "head_dim": stack.head_dim,
-        "vocab_size": config.lm.vocab,
-        "rms_norm_eps": stack.eps,
-        "attention_bias": True,
-        "tie_word_embeddings": False,
-        "pad_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    }
-    model = GlmForCausalLM(GlmConfig(**values))
-    found = load_file(directory / "model.safetensors")
-    sizes = [heads * stack.head_dim for heads in (stack.heads, stack.kv_heads, stack.kv_heads)]
-    tensors = {
-        "model.embed_tokens.weight": found["transformer.embedding.word_embeddings.weight"],
-        "model.norm.weight": found["transformer.encoder.final_layernorm.weight"],
-        "lm_head.weight": found["transformer.output_layer.weight"],
-    }
-    for i in range(stack.layers):
-        theirs, ours = f"transformer.encoder.layers.{i}", f"model.layers.{i}"
-        for kind in ("weight", "bias"):
-            fused = found[f"{theirs}.self_attention.query_key_value.{kind}"].split(sizes)
-            tensors |= {
-                f"{ours}.self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", fused, strict=True)
-            }
-        tensors |= {
-            f"{ours}.self_attn.o_proj.weight": found[f"{theirs}.self_attention.dense.weight"],
-            f"{ours}.mlp.gate_up_proj.weight": found[f"{theirs}.mlp.dense_h_to_4h.weight"],
-            f"{ours}.mlp.down_proj.weight": found[f"{theirs}.mlp.dense_4h_to_h.weight"],
-        }
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{ours}.{norm}.weight"] = found[f"{theirs}.{norm}.weight"]
-    model.load_state_dict({name: value.float() for name, value in tensors.items()})
-    return model.eval()
-
-
-def answer(lm: GlmForCausalLM, ids: list[int], stops: tuple[int, ...], num_tokens: int) -> list[int]:
-    """Return the greedy tokens of an answer, without the one that ends it."""
-    said: list[int] = []
-    while len(said) < MAX_TOKENS:
-        logits = lm(torch.tensor([ids + said])).logits[0, -1, :num_tokens]
-        token = int(logits.argmax())
-        if token in stops:
-            break
-        said.append(token)
-    return said
-
-
-# --- the speech tokenizer ---
-
-
-class Listener(nn.Module):
-    def __init__(self, directory: Path, config: Config):
-        super().__init__()
-        c = config.listener
-        self.block, self.tensors = c.block, load_file(directory / demo.TOKENIZER / "model.safetensors")
-        whisper = WhisperConfig(
-            d_model=c.width,
-            encoder_attention_heads=c.heads,
-            encoder_ffn_dim=c.inner,
-            num_mel_bins=c.mels,
-            attn_implementation="eager",
-        )
-        self.layers = nn.ModuleList(WhisperEncoderLayer(whisper) for _ in range(c.layers))
-        layers = {name: value for name, value in self.tensors.items() if name.startswith("layers.")}
-        self.load_state_dict(layers)
-        self.features = WhisperFeatureExtractor(feature_size=c.mels)
-
-    def forward(self, samples: Tensor) -> Tensor:
-        """samples [N] at 16 kHz -> codes [F]"""
-        pieces = [piece.numpy() for piece in samples.split(30 * 16_000)]
-        how = {
-            "sampling_rate": 16_000,
-            "return_attention_mask": True,
-            "return_tensors": "pt",
-            "device": "cpu",
-        }
-        made = self.features(pieces, padding="longest", pad_to_multiple_of=1280, **how)
-        codes = []
-        for mel, mask in zip(made.input_features, made.attention_mask, strict=True):
-            found, token_mask = self._piece(mel, mask.bool()[::2]), mask.bool()[::8]
-            codes.append(found[token_mask])
-        return torch.cat(codes)
-
-    def _piece(self, mel: Tensor, is_there: Tensor) -> Tensor:
-        t = self.tensors
-        x = F.gelu(F.conv1d(F.pad(mel, (2, 0))[None], t["conv1.weight"], t["conv1.bias"]))
-        x = F.gelu(F.conv1d(F.pad(x, (2, 0)), t["conv2.weight"], t["conv2.bias"], stride=2)).mT
-        num = x.shape[1]
-        x = x + t["embed_positions.weight"][:num]
-        at = torch.arange(num)
-        sees = (at <= at[:, None]) | (at // self.block == at[:, None] // self.block)
-        mask = torch.zeros(num, num).masked_fill(~(sees & is_there), torch.finfo(torch.float32).min)
-        for layer in self.layers:
-            made = layer(x, mask[None, None])
-            x = made[0] if isinstance(made, tuple) else made
-        x = F.avg_pool1d(x.mT, 4)[0].mT
-        rows = t["codebook.weight"]
-        return (rows.square().sum(1) + x.square().sum(1, keepdim=True) - 2 * x @ rows.T).argmin(1)
-
-
-# --- flow and vocoder ---
-
-
-class Flow:
-    def __init__(self, directory: Path, config: Config):
-        c = config.flow
-        self.guidance, self.block = c.guidance, c.block
-        tensors = torch.load(directory / demo.DECODER / "flow.pt", weights_only=True)
-        self.codes, self.speaker = tensors["input_embedding.weight"], tensors["spk_embed_affine_layer.bias"]
-        self.encoder = ConformerEncoder(
-            output_size=c.width, attention_heads=c.heads, linear_units=c.inner, num_blocks=c.layers,
-            normalize_before=True, input_layer="linear", pos_enc_layer_type="rel_pos_espnet",
-            selfattention_layer_type="rel_selfattn", input_size=c.width, use_cnn_module=False, macaron_style=False,
-        ).eval()  # fmt: skip
-        for module in self.encoder.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = 1e-5
-        self.project = nn.Linear(c.width, 80)
-        self.regulator = InterpolateRegulator(80, (1, 1, 1, 1)).eval()
-        self.estimator = ConditionalDecoder(
-            320,
-            80,
-            (c.channels, c.channels),
-            0.0,
-            c.head_dim,
-            c.num_blocks,
-            c.num_mid,
-            c.estimator_heads,
-            "gelu",
-        ).eval()
-        parts = {
-            "encoder.": self.encoder,
-            "encoder_proj.": self.project,
-            "length_regulator.": self.regulator,
-            "decoder.estimator.": self.estimator,
-        }
-        for prefix, module in parts.items():
-            own = {
-                name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
-            }
-            module.load_state_dict(own)
-
-    def __call__(self, codes: Tensor, prompt: Tensor) -> Tensor:
-        """codes [N], prompt [P, 80]: the mel of the first frames -> mel [T, 80]"""
-        num = int(len(codes) / 12.5 * RATE_HZ / MEL_SAMPLES)
-        mu = self.project(self._encoded(self.codes[codes][None])).mT
-        mu = self.regulator.model(F.interpolate(mu, size=num, mode="nearest"))
-        given = torch.zeros(1, 80, num)
-        given[..., : len(prompt)] = prompt.T
-        generator = torch.Generator().manual_seed(42)
-        x = torch.randn(1, 80, num, generator=generator)
-        times = 1 - torch.cos(torch.linspace(0, 1, STEPS + 1) * 0.5 * math.pi)
-        mask, speaker = torch.ones(1, 1, num), self.speaker[None]
-        for t, stride in zip(times[:-1], times.diff(), strict=True):
-            velocity = self.estimator(x, mask, mu, t[None], speaker, given)
-            zeros = torch.zeros_like(mu)
-            null = self.estimator(x, mask, zeros, t[None], torch.zeros_like(speaker), zeros)
-            x = x + stride * ((1 + self.guidance) * velocity - self.guidance * null)
-        return x[0].T
-
-    def _encoded(self, x: Tensor) -> Tensor:
-        at = torch.arange(x.shape[1])
-        sees = (at <= at[:, None]) | (at // self.block == at[:, None] // self.block)
-        x, position, _ = self.encoder.embed(x, torch.ones(1, 1, x.shape[1], dtype=torch.bool))
-        for layer in self.encoder.encoders:
-            x = layer(x, sees[None], position)[0]
-        return self.encoder.after_norm(x)
-
-    def cells(self, codes: Tensor) -> Tensor:
-        """Return the mel [T, 80] of an answer, cell by cell as zoo/glm4_voice/model.py says."""
-        mel = torch.zeros(0, 80)
-        for start in range(0, len(codes), GRID):
-            first = max(start - LEAST_PAST, 0) // 64 * 64
-            stop = min(start + GRID, len(codes))
-            made = self(codes[first : min(stop + LOOKAHEAD, len(codes))], mel[441 * first // 64 :])
-            at, end = (441 * n // 64 - 441 * first // 64 for n in (start, stop))
-            mel = torch.cat((mel, made[at:end]))
-        return mel
-
-
-def make_vocoder(directory: Path, config: Config) -> HiFTGenerator:
-    c = config.vocoder
-    vocoder = HiFTGenerator(
-        base_channels=c.channels,
-        sampling_rate=RATE_HZ,
-        f0_predictor=ConvRNNF0Predictor(num_class=1, in_channels=80, cond_channels=c.f0_channels),
-    )
-    tensors = torch.load(directory / demo.DECODER / "hift.pt", weights_only=True)
-    newer = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
-    for older, name in newer.items():
-        tensors = {key.replace(older, name): value for key, value in tensors.items()}
-    vocoder.load_state_dict(tensors)
-    return vocoder.eval()
-
-
-def samples_of(vocoder: HiFTGenerator, mel: Tensor, seed: int) -> Tensor:
-    """mel [T, 80] -> samples [N], with the draws of our own generator."""
-    harmonics = vocoder.nb_harmonics + 1
-    seeds, frames = torch.full((len(mel),), seed), NOISE_STEP + torch.arange(len(mel))
-    noise = normal(seeds, frames, MEL_SAMPLES * harmonics).view(-1, harmonics)  # [N, H]
-    phase = uniform_noise(torch.tensor([seed]), torch.tensor([PHASE_STEP]), range(1), harmonics)[0, 0]
-
-    def draw_phases(self: object, sample_shape: tuple[int, ...]) -> Tensor:
-        return (2 * np.pi * phase)[None, :, None]
-
-    def draw_noise(like: Tensor) -> Tensor:
-        return (
-            noise.T[None]
-            if like.shape[1] == harmonics
-            else noise[None]
-            if like.shape[-1] == harmonics
-            else like
-        )
-
-    with (
-        patch("cosyvoice.hifigan.generator.Uniform.sample", draw_phases),
-        patch("cosyvoice.hifigan.generator.torch.randn_like", draw_noise),
-    ):
-        return vocoder.inference(speech_feat=mel.T[None])[0][0]
 
 
 # --- fixtures ---
@@ -317,18 +45,16 @@ def clip(name: str) -> Tensor:
 def main() -> None:
     FIXTURES.mkdir(exist_ok=True)
     directory = demo.write(Path(tempfile.mkdtemp()) / "parity", "parity", SEED)
-    config = Config.read(directory)
-    vocabulary = Vocabulary(directory, config.lm.vocab, config.flow.codes)
-    lm, listener = make_lm(directory, config), Listener(directory, config)
-    flow, vocoder = Flow(directory, config), make_vocoder(directory, config)
+    model = Model(directory)
+    config, vocabulary = model.config, model.vocabulary
+    flow, vocoder, listener = model.flow, model.vocoder, model.listener
     heard = {}
     for name, (rate_hz, _) in CLIPS.items():
         samples = clip(name)
         if rate_hz != 16_000:
             samples = torchaudio.transforms.Resample(rate_hz, 16_000)(samples)
         heard[name] = listener(samples).tolist()
-    first, num_tokens = vocabulary.first_code, vocabulary.first_code + config.flow.codes
-    special = vocabulary.special
+    first, special = vocabulary.first_code, vocabulary.special
     prompts = {"written": (demo.WRITTEN, vocabulary(TEXT))}
     spoken = [
         special["<|begin_of_audio|>"],
@@ -342,7 +68,7 @@ def main() -> None:
         ids = [special["[gMASK]"], special["<sop>"], special["<|system|>"], *vocabulary(f"\n{line}")]
         ids += [special["<|user|>"], *vocabulary("\n"), *turn]
         ids += [special["<|assistant|>"], *vocabulary("streaming_transcription\n")]
-        said = answer(lm, ids, config.lm.stops, num_tokens)
+        said = model.answer(ids, MAX_TOKENS, config.lm.stops)
         facts["answers"][name] = {"ids": ids, "said": said}
         codes = torch.tensor([token - first for token in said if token >= first])
         tensors[f"{name}_samples"] = samples_of(vocoder, flow.cells(codes), SEED)[::STRIDE]

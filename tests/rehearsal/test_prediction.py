@@ -194,6 +194,30 @@ def test_a_frame_of_several_steps_takes_as_many_times_as_long():
     assert slow.busy_s > 5 * fast.busy_s and slow.ttfa_ms(50) > 2 * fast.ttfa_ms(50)
 
 
+def test_text_is_written_between_frames():
+    """A frame is made by each step that writes no text: two of text and four of audio here, in turn."""
+    mixed = replace(counts(), steps_per_frame=1.5, pattern=(2, 4))
+    assert mixed.frames(np.arange(13)).tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8]
+    assert counts().frames(np.arange(3)).tolist() == [0, 1, 2]
+    assert replace(counts(), steps_per_frame=7).frames(np.array([6, 7, 13, 14])).tolist() == [0, 1, 1, 2]
+
+
+def test_a_turn_follows_when_the_answer_was_heard_and_the_user_has_spoken():
+    """The encoder of what the user said comes before each answer."""
+    known = counts()
+    load = Load.conversations(3, turns=4, frames=20, pause_s=2.0)
+    assert load.pause_s is not None and len(load.frames) == 12
+    heard = Server(known, H100, num_slots=4).serve(load)
+    ends_s = heard.first_s + heard.given_s
+    np.testing.assert_allclose(heard.arrived_s[3:], ends_s[:-3] + load.pause_s[3:])
+    assert (heard.first_s > heard.arrived_s).all()
+    encoder = Part(1, 0, 0, (Row(1, "eager", "", 2_680_000_000, 0, "fp32"),))  # 1 ms and its start
+    slower = replace(known, parts=known.parts | {"listen": [encoder]})
+    assert slower.listen_s(H100) == pytest.approx(1e-3, rel=0.01) and known.listen_s(H100) == 0
+    later = Server(slower, H100, num_slots=4).serve(load)
+    assert later.ttfa_ms(50) - heard.ttfa_ms(50) == pytest.approx(1, abs=0.5)
+
+
 def test_a_late_delivery_is_a_gap_of_its_listener_alone():
     heard = Heard(Load.closed(2, frames=20, num_streams=2))
     both, first = np.array([0, 1]), np.array([0])

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import soundfile
 from models import alone, directory, family
 from shell import zoo
 
+from serving.cli import chat
 from serving.engine.wire import audio_clip
 from serving.http.decode import decode
 from zoo.request import Request, Turn
@@ -36,17 +38,37 @@ class Stream:
         pass
 
 
+class Output:
+    """An OutputStream that keeps what it plays: the rate, then the chunks."""
+
+    made: ClassVar = []
+
+    def __init__(self, samplerate, channels, dtype):
+        assert (channels, dtype) == (1, "float32")
+        self.made.append([samplerate])
+
+    def __enter__(self):
+        return self
+
+    def write(self, samples):
+        assert samples.shape[1:] == (1,) and samples.dtype == np.float32
+        self.made[-1].append(samples[:, 0])
+
+    def __exit__(self, *_):
+        pass
+
+
 @pytest.fixture
 def played(monkeypatch):
-    heard = []
     card = SimpleNamespace(
         PortAudioError=OSError,
         check_output_settings=lambda **settings: None,
         InputStream=Stream,
-        play=lambda samples, rate_hz, blocking: heard.append((len(samples), rate_hz)),
+        OutputStream=Output,
     )
     monkeypatch.setitem(sys.modules, "sounddevice", card)
-    return heard
+    monkeypatch.setattr(Output, "made", [])
+    return Output.made
 
 
 def tone(path, seconds, rate_hz=16_000):
@@ -80,7 +102,44 @@ def test_turns_are_typed_or_spoken_and_answers_are_played(model, played):
     assert done.returncode == 0, done.stderr
     assert "Recording; Enter ends it." in done.stderr
     first = asked([Turn("user", "Good morning.")])
-    assert played[0] == (len(first.samples), 22_050) and len(played) == 2
+    assert len(played) == 2 and played[0][0] == 22_050
+    np.testing.assert_allclose(np.concatenate(played[0][1:]), first.samples.numpy(), atol=1e-5)
+
+
+def test_text_and_audio_come_while_the_answer_is_made(tmp_path, monkeypatch):
+    """The answer has 115 codes, and text before, between and behind its windows."""
+    came, take = [], chat.Answer.take
+    path = tmp_path / "answer-1.wav"
+
+    def noted(answer, event):
+        take(answer, event)
+        came.append((type(event).__name__, path.stat().st_size if path.exists() else 0))
+
+    monkeypatch.setattr(chat.Answer, "take", noted)
+    given = ("--seed", 0, "--temperature", 1, "-O", "max_tokens=120", "--device", "cpu", "--dtype", "float32")
+    question = tone(tmp_path / "question.wav", 0.5)
+    done = zoo(
+        "chat", question, "-m", directory("step_audio2", "tiny"), "-o", tmp_path / "answer.wav", *given
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = [kind for kind, _ in came]
+    sizes = [size for kind, size in came if kind == "Audio"]
+    assert kinds.count("Audio") > 2 and kinds[0] == "Text"
+    assert "Text" in kinds[kinds.index("Audio") :]
+    assert 44 < sizes[0] < sizes[1] < sizes[-1] == path.stat().st_size
+    samples, _ = soundfile.read(path)  # the header has the true length
+    assert 44 + 2 * len(samples) == sizes[-1]
+    assert done.stdout.splitlines()[-1] == f"{path}: {len(samples) / 24_000:.2f} s of audio"
+
+
+def test_answers_are_spoken_in_the_voice_of_a_recording(tmp_path):
+    model, recording = directory("step_audio2", "tiny"), tone(tmp_path / "voice.wav", 1.0)
+    question = tone(tmp_path / "question.wav", 0.5)
+    for name, voice in (("own", ("--voice", "default_male")), ("given", ("--reference", recording))):
+        done = zoo("chat", question, "-m", model, "-o", tmp_path / f"{name}.wav", *voice, *FLAGS)
+        assert done.returncode == 0, done.stderr
+    own, given = (soundfile.read(tmp_path / f"{name}-1.wav")[0] for name in ("own", "given"))
+    assert len(own) == len(given) > 0 and not np.array_equal(own, given)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from zoo.bagpiper.config import SAMPLE_RATE_HZ, TowerConfig
 from zoo.nn.deferred import Deferred, Shape
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 from zoo.nn.s3.tokenizer import WhisperMel
 from zoo.request import AudioClip
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, first_channel
 
 CLIP_S = (0.1, 300.0)
 MEL_HOP = 160
@@ -97,11 +97,8 @@ class Listener(nn.Module):
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Tensor:
-        first = clip.samples if clip.samples.ndim == 1 else clip.samples[0]
-        samples = torch.tensor(mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, CLIP_S))
-        samples = samples.to(self.ear.adaptor.weight.device)
-        if clip.sample_rate_hz != SAMPLE_RATE_HZ:
-            samples = Resample(clip.sample_rate_hz, SAMPLE_RATE_HZ).to(samples.device)(samples[None])[0]
+        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.ear.adaptor.weight.device)
+        samples = resampled(samples, clip.sample_rate_hz, SAMPLE_RATE_HZ)
         samples = (samples - samples.mean()) / (samples.var(correction=0) + EPS).sqrt()
         mel = self.mel(samples)[:, : len(samples) // MEL_HOP]
         return self.ear.adaptor(self.ear.tower(mel)).float().cpu()

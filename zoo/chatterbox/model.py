@@ -34,7 +34,7 @@ from zoo.nn.conv import CodecState
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
-from zoo.nn.s3.carried import heard
+from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.hift import Place
 from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
@@ -368,13 +368,11 @@ class Chatterbox(Family[ChatterboxState]):
     def _source_noise(self, state: ChatterboxState, slots: Tensor, frame: Tensor) -> Tensor:
         """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the speech [B,
         W]."""
-        frame, shape = frame.clamp(min=0), (MEL_SAMPLES, self.config.vocoder.harmonics)
         if state.noise is not None:
             given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]
-            return given[frame.clamp(max=len(given) - 1)].unflatten(2, shape)
-        seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), SOURCE_STEP + frame.flatten(), math.prod(shape))
-        return noise.view(*frame.shape, *shape)
+            shape = MEL_SAMPLES, self.config.vocoder.harmonics
+            return given[frame.clamp(min=0, max=len(given) - 1)].unflatten(2, shape)
+        return source_noise(self.config.vocoder, state.seed[slots], SOURCE_STEP, frame)
 
     def _phase(self, state: ChatterboxState, slots: Tensor) -> Tensor:
         """Return where the phases of the harmonics begin [B, H], in turns; the first one's is 0."""

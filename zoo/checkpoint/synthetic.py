@@ -93,3 +93,19 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill,
         for name in sorted(shapes):
             values = torch.from_numpy(fill(name, shapes[name])).to(dtype)
             values.reshape(-1).view(torch.uint8).numpy().tofile(file)
+
+
+def write_pickle(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None:
+    """Write a PyTorch file of tensors in fp32."""
+    torch.save({name: torch.from_numpy(fill(name, shape)) for name, shape in shapes.items()}, path)
+
+
+def write_contents(directory: Path, contents: Mapping[str, Mapping[str, Any] | str]) -> None:
+    """Write files by their names, which may have folders: texts as they are, and objects as JSON."""
+    for name, content in contents.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        else:
+            write_json(path, content)

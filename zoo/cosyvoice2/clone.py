@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.cosyvoice2.voices import Voice
 from zoo.nn.mel import LogMel
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
 from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
@@ -67,14 +67,9 @@ class Cloner:
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip) -> EncodedVoice:
         samples = torch.from_numpy(mono(clip, clip.sample_rate_hz, REFERENCE_S)).to(self.device)
-        speech = self._resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
+        speech = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         codes = self.tokenizer(self.whisper_mel(speech)[None])[0]
-        mel = self.mel(self._resampled(samples, clip.sample_rate_hz, RATE_HZ)[None])[0].mT  # [F, MELS]
+        mel = self.mel(resampled(samples, clip.sample_rate_hz, RATE_HZ)[None])[0].mT  # [F, MELS]
         speaker = self.speaker(self.fbank(speech)[None])[0]
         num = min(len(codes), len(mel) // TOKEN_FRAMES)
         return EncodedVoice(name, codes[:num], mel[: TOKEN_FRAMES * num], speaker)
-
-    def _resampled(self, samples: Tensor, from_hz: int, to_hz: int) -> Tensor:
-        if from_hz == to_hz:
-            return samples
-        return Resample(from_hz, to_hz).to(self.device)(samples[None])[0]

@@ -23,6 +23,7 @@ from zoo.checkpoint.config import (
 )
 from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.yaml_files import read_yaml
+from zoo.nn.s3.flow_config import heads_and_width
 from zoo.nn.s3.hift_config import read_vocoder
 from zoo.nn.s3.sizes import (
     GRID,
@@ -126,11 +127,7 @@ class FlowConfig(FlowSizes):
         cfm.expect(solver="euler", t_scheduler="cosine")
         estimator = decoder.block("estimator")
         estimator.expect(in_channels=4 * MELS, out_channels=MELS, act_fn="gelu")
-        heads = encoder.integer("attention_heads", *HEADS)
-        width = encoder.integer("output_size", *WIDTH, step=2 * heads)
-        for owner in (block, encoder):
-            if owner.integer("input_size", *WIDTH) != width:
-                raise owner.refuse("input_size", f"the encoder is {width} wide")
+        heads, width = heads_and_width(block)
         return cls(
             num_codes=NUM_CODES,
             width=width,

@@ -9,7 +9,6 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -55,11 +54,11 @@ from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
-from zoo.nn.s3.carried import heard
+from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Stretch, may_follow_values
-from zoo.nn.sampling import gumbel, normal
+from zoo.nn.sampling import gumbel
 from zoo.request import Request, RequestError, Share
 from zoo.voices.references import References
 
@@ -475,14 +474,11 @@ class CosyVoice2(Family[CosyVoice2State]):
 
         The noise of a frame does not depend on the window.
         """
-        frame = frame.clamp(min=0)
-        shape = MEL_SAMPLES, self.config.vocoder.harmonics
         if state.noise is not None:
             given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]
-            return given[frame.clamp(max=len(given) - 1)].unflatten(2, shape)
-        seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), math.prod(shape))
-        return noise.view(*frame.shape, *shape)
+            shape = MEL_SAMPLES, self.config.vocoder.harmonics
+            return given[frame.clamp(min=0, max=len(given) - 1)].unflatten(2, shape)
+        return source_noise(self.config.vocoder, state.seed[slots], NOISE_STEP, frame)
 
 
 def parts(view: View, codes: int) -> Iterator[View]:

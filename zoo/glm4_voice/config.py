@@ -20,6 +20,7 @@ from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.yaml_files import read_yaml
 from zoo.hub import codec_directory
 from zoo.nn.llama import LlamaConfig
+from zoo.nn.s3.flow_config import heads_and_width
 from zoo.nn.s3.hift_config import read_vocoder
 from zoo.nn.s3.sizes import MELS, VocoderSizes
 
@@ -152,11 +153,7 @@ class FlowConfig:
         cfm, estimator = decoder.block("cfm_params").block("content"), decoder.block("estimator")
         cfm.expect(solver="euler", t_scheduler="cosine")
         estimator.expect(in_channels=4 * MELS, out_channels=MELS, act_fn="gelu")
-        heads = encoder.integer("attention_heads", *HEADS)
-        width = encoder.integer("output_size", *WIDTH, step=2 * heads)
-        for owner in (block, encoder):
-            if owner.integer("input_size", *WIDTH) != width:
-                raise owner.refuse("input_size", f"the encoder is {width} wide")
+        heads, width = heads_and_width(block)
         channels = estimator.integers("channels", *WIDTH, lengths=(2, 2))
         if channels[0] != channels[1] or channels[0] % 8:
             raise estimator.refuse("channels", "two equal multiples of 8 are supported")

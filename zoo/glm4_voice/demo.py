@@ -12,7 +12,6 @@ codes; text and the end come now and then.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from zoo.checkpoint.synthetic import Rule
 from zoo.glm4_voice.config import DECODER, TOKENIZER, YAML, Config
 from zoo.glm4_voice.prompt import OPENING, SPOKEN, WRITTEN
 from zoo.glm4_voice.vocabulary import NEEDED, RANKS, TOKENS, audio
+from zoo.nn.s3.demo_rules import VOCODER_RULES
 from zoo.text.bpe import ENGLISH, byte_symbols, chain, in_symbols
 
 PUBLISHED_WORDS, PUBLISHED_FILLER = 151_329, 1006
@@ -264,13 +264,7 @@ def _listener(size: Size) -> dict[str, Any]:
 # first match counts
 RULES: tuple[Rule, ...] = (
     (r"inv_freq$", 0.5, 0.1, False),
-    (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
-    (r"^f0_predictor\.classifier\.weight$", 0.0, 60.0, True),
-    (r"^conv_post\.weight_g$", 0.1, 0.01, False),  # quiet audio, far from the clamp
-    (r"^m_source\.l_linear\.weight$", 0.0, 3.0, True),
-    (r"^ups\..*weight_g$", 1.5, 0.2, False),
-    (r"weight_g$", 0.7, 0.1, False),
-    (r"\.alpha$", 1.0, 0.2, False),
+    *VOCODER_RULES,
     (r"(norm\w*|layernorm|\.out\.1|block\.1|length_regulator\.model\.(1|4|7|10))\.weight$", 1.0, 0.1, False),
     (r"(bias|pos_bias_[uv])$", 0.0, 0.1, False),
     (r"(embedding|embeddings|codebook)\.weight$", 0.0, 1.0, False),
@@ -315,24 +309,18 @@ def write(
     )
     shapes = published(listener, weights.listener(config.listener))
     synthetic.write_tensors(directory / TOKENIZER / "model.safetensors", shapes, values, torch.float32)
-    _save(directory / DECODER / weights.FLOW_FILE, published(flow, weights.flow(config.flow)), values)
+    synthetic.write_pickle(
+        directory / DECODER / weights.FLOW_FILE, published(flow, weights.flow(config.flow)), values
+    )
     shapes = published(vocoder, weights.vocoder(config.vocoder))
-    _save(directory / DECODER / weights.VOCODER_FILE, weight_normed(shapes, weights.is_weight_normed), values)
+    synthetic.write_pickle(
+        directory / DECODER / weights.VOCODER_FILE, weight_normed(shapes, weights.is_weight_normed), values
+    )
     return directory
 
 
 def write_texts(directory: str | Path, size: str = "tiny") -> Path:
     """Write the text files of a checkpoint, without its tensors; errors as in `write`."""
     directory, known = synthetic.begin(directory, size, CONFIGS)
-    for name, content in texts(known).items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content, encoding="utf-8")
-        else:
-            synthetic.write_json(path, content)
+    synthetic.write_contents(directory, texts(known))
     return directory
-
-
-def _save(path: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill) -> None:
-    torch.save({name: torch.from_numpy(values(name, shape)) for name, shape in shapes.items()}, path)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.glm4_voice.config import MEL_HOP, PIECE_SAMPLES, SPEECH_HZ, TOKEN_SAMPLES, ListenerConfig
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 from zoo.nn.s3.tokenizer import WhisperMel
 from zoo.request import AudioClip
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, first_channel
 
 CLIP_S = (0.01, 300.0)
 
@@ -111,15 +111,12 @@ class Ear:
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Raises RequestError (`param` "references") for unusable audio."""
-        return self.heard.get(content(clip), lambda: Heard(self._encode(clip))).codes
+        return self.heard.get(content(clip), lambda: Heard(self.encode(clip))).codes
 
     @torch.inference_mode()
-    def _encode(self, clip: AudioClip) -> Tensor:
-        first = clip.samples if clip.samples.ndim == 1 else clip.samples[0]
-        samples = torch.tensor(mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, CLIP_S))
-        samples = samples.to(self.device)
-        if clip.sample_rate_hz != SPEECH_HZ:
-            samples = Resample(clip.sample_rate_hz, SPEECH_HZ).to(self.device)(samples[None])[0]
+    def encode(self, clip: AudioClip) -> Tensor:
+        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
+        samples = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         pieces = samples.split(PIECE_SAMPLES)
         return torch.cat([self._piece(piece, len(pieces) > 1) for piece in pieces]).cpu()
 

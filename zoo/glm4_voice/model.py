@@ -18,9 +18,7 @@ beginning of the answer again for every chunk, and fades between chunks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,13 +32,14 @@ from zoo.glm4_voice.flow import Flow
 from zoo.glm4_voice.listener import Listener
 from zoo.glm4_voice.lm import Lm
 from zoo.glm4_voice.prompt import PromptWriter
-from zoo.glm4_voice.strategy import GRID, LOOKAHEAD, STRATEGY
+from zoo.glm4_voice.strategy import LOOKAHEAD, STRATEGY
 from zoo.nn.narrow import dtype_of
-from zoo.nn.s3.carried import heard
+from zoo.nn.s3.carried import heard, source_noise
+from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.held_pitch import Vocoder
-from zoo.nn.s3.sizes import MELS
+from zoo.nn.s3.sizes import GRID, MELS
 from zoo.nn.s3.stretch import may_follow_values
-from zoo.nn.sampling import draw, gumbel, normal, uniform_noise
+from zoo.nn.sampling import draw, gumbel, uniform_noise
 from zoo.request import Request
 
 LEAST_PAST = 64  # codes of the prompt of a cell, once there are so many
@@ -179,32 +178,7 @@ class Glm4Voice(Family[VoiceState]):
         return found
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
-        """Render the cells of a stretch one after the other. On a CPU each slot has its own lengths, so nothing is
-        padded."""
-        cells = -(-view.frames // GRID)
-        most = cells * CELL_MEL * MEL_SAMPLES + self.vocoder.plan.lag
-        out = torch.zeros(len(view.slots), most + 1, device=view.slots.device)
-        given = torch.zeros_like(view.count)
-        for cell in range(cells):
-            count = (view.count - GRID * cell).clamp(0, GRID)
-            is_end = view.is_last & (view.count <= GRID * (cell + 1))
-            # held samples are given out with the last codes, or alone if none are left
-            is_used = (count > 0) | (is_end & (view.count == 0) & (cell == 0))
-            start = view.start + view.count.clamp(max=GRID * cell)
-            part = View(view.slots, start, count, is_end & is_used, GRID)
-            for rows in self._together(part, is_used):
-                samples, valid = self._cell(state, replace_rows(part, rows))
-                at = torch.arange(samples.shape[1], device=samples.device)
-                place = torch.where(at < valid[:, None], given[rows, None] + at, most)
-                out[rows] = out[rows].scatter(1, place, samples)
-                given[rows] = given[rows] + valid
-        return out[:, :most], given
-
-    def _together(self, part: View, is_used: Tensor) -> list[Tensor]:
-        """Return the rows that are computed together: all of them, or one by one where shapes may follow values."""
-        if not may_follow_values(part.slots):
-            return [torch.arange(len(part.slots), device=part.slots.device)]
-        return list(is_used.nonzero())
+        return rendered(view, CELL_MEL * MEL_SAMPLES, self.vocoder.plan.lag, partial(self._cell, state))
 
     def _cell(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of at most one cell per slot, and how many of them are valid [B]."""
@@ -218,7 +192,7 @@ class Glm4Voice(Family[VoiceState]):
         is_new = (mel_start[:, None] + at < mel_stop[:, None])[..., None]
         place = (mel_start[:, None] + at) % KEPT_MEL
         state.mel[slots[:, None], place] = torch.where(is_new, mel, state.mel[slots[:, None], place])
-        noise = partial(self._noise, state, slots)
+        noise = partial(source_noise, self.config.vocoder, state.seed[slots], NOISE_STEP)
         return heard(self.vocoder, state, slots, mel, mel_start, mel_stop, view.is_last, noise)
 
     def _mel(self, state: VoiceState, slots: Tensor, first: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -231,20 +205,6 @@ class Glm4Voice(Family[VoiceState]):
         at = _mel_frames(first)[:, None] + torch.arange(mel_frames(num), device=slots.device)
         prompt = state.mel[slots[:, None], at % KEPT_MEL]
         return self.flow(codes, count, prompt, _mel_frames(start) - _mel_frames(first))
-
-    def _noise(self, state: VoiceState, slots: Tensor, frame: Tensor) -> Tensor:
-        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the answer [B, W]."""
-        shape = MEL_SAMPLES, self.config.vocoder.harmonics
-        seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), NOISE_STEP + frame.clamp(min=0).flatten(), math.prod(shape))
-        return noise.view(*frame.shape, *shape)
-
-
-def replace_rows(view: View, rows: Tensor) -> View:
-    """Return some rows of a view."""
-    parts = (part[rows] for part in (view.slots, view.start, view.count, view.is_last))
-    slots, start, count, is_last = parts
-    return replace(view, slots=slots, start=start, count=count, is_last=is_last)
 
 
 def _mel_frames(tokens: Tensor) -> Tensor:

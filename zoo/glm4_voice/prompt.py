@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zoo.check import check_turn
 from zoo.glm4_voice.listener import Ear
 from zoo.glm4_voice.vocabulary import ASSISTANT, AUDIO_BEGIN, AUDIO_END, BEGIN, SYSTEM, USER, Vocabulary
 from zoo.request import BLANK, Option, Request, RequestError, Turn, sampling_options
@@ -106,18 +107,7 @@ def conversation(request: Request) -> list[Turn]:
         roles = ", ".join(turn.role for turn in turns)
         raise RequestError("turns", f"the turns are by {roles}; possible: {order}")
     for turn in turns:
-        _check(turn)
+        check_turn(turn)
+        if turn.clip is not None and (turn.text or "").strip(BLANK):
+            raise RequestError("turns", "a turn has audio and text; the model reads one of them")
     return turns
-
-
-def _check(turn: Turn) -> None:
-    """Raise RequestError for a turn that says nothing, or that speaks where only text is read."""
-    has_text = bool((turn.text or "").strip(BLANK))
-    if turn.clip is not None and turn.role != "user":
-        raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
-    if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
-        raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
-    if has_text and turn.clip is not None:
-        raise RequestError("turns", "a turn has audio and text; the model reads one of them")
-    if not has_text and turn.clip is None and turn.tokens is None:
-        raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

@@ -3,9 +3,10 @@
 from compile_cache.strategy import Parts, Strategy, Whole
 from zoo.contract import Window
 from zoo.nn.s3.parts import FP32, VOCODER
+from zoo.nn.s3.sizes import GRID
 
 MAX_FRAMES = 4096  # codes of an answer: more than five minutes
-GRID, LOOKAHEAD = 25, 5
+LOOKAHEAD = 5
 WINDOW = Window(sizes=(GRID, 2 * GRID), lookahead=LOOKAHEAD, grid=GRID)
 # The flow runs eagerly: the length of its lower level is half of another one, which no graph for any length knows.
 STRATEGY = Strategy(

@@ -21,6 +21,7 @@ from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.yaml_files import read_yaml
 from zoo.nn.llama import LlamaConfig
 from zoo.nn.s3.files import VOCODER_FILE, open_vocoder
+from zoo.nn.s3.flow_config import heads_and_width
 from zoo.nn.s3.sizes import (
     LOOKAHEAD,
     MELS,
@@ -124,11 +125,7 @@ class FlowConfig(EncoderSizes):
         )
         estimator = decoder.block("estimator")
         estimator.expect(in_channels=4 * MELS, out_channels=MELS)
-        heads = encoder.integer("attention_heads", *HEADS)
-        width = encoder.integer("output_size", *WIDTH, step=2 * heads)
-        for owner in (block, encoder):
-            if owner.integer("input_size", *WIDTH) != width:
-                raise owner.refuse("input_size", f"the encoder is {width} wide")
+        heads, width = heads_and_width(block)
         hidden = estimator.integer("hidden_size", *WIDTH)
         return cls(
             num_codes=NUM_CODES,

@@ -23,6 +23,7 @@ import torch
 
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.synthetic import Rule
+from zoo.nn.s3.demo_rules import VOCODER_RULES
 from zoo.nn.s3.tokenizer import S3Config, S3Tokenizer
 from zoo.step_audio2 import voices
 from zoo.step_audio2.config import FOLDER, TOKENIZER_FILE, YAML, Config, vocoder_sizes
@@ -244,13 +245,7 @@ def _config(size: Size, rows: int, ids: Mapping[str, int]) -> dict[str, Any]:
 # (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the fan-in); the
 # first match counts
 RULES: tuple[Rule, ...] = (
-    (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
-    (r"^f0_predictor\.classifier\.weight$", 0.0, 60.0, True),
-    (r"^conv_post\.weight_g$", 0.1, 0.01, False),  # quiet audio, far from the clamp
-    (r"^m_source\.l_linear\.weight$", 0.0, 3.0, True),
-    (r"^ups\..*weight_g$", 1.5, 0.2, False),
-    (r"weight_g$", 0.7, 0.1, False),
-    (r"\.alpha$", 1.0, 0.2, False),
+    *VOCODER_RULES,
     (r"running_var$", 1.0, 0.1, False),
     (r"running_mean$", 0.0, 0.1, False),
     (r"adaLN_modulation\.1\.bias$", 0.3, 0.3, False),
@@ -303,9 +298,9 @@ def write(
     shapes = published(model, weights.published(config.lm, config.listener))
     synthetic.write_tensors(directory / "model.safetensors", shapes, values, dtype)
     folder = directory / FOLDER
-    _save(folder / FLOW_FILE, published(flow, weights.flow(config.flow)), values)
+    synthetic.write_pickle(folder / FLOW_FILE, published(flow, weights.flow(config.flow)), values)
     shapes = published(vocoder, weights.vocoder(config.vocoder))
-    _save(folder / VOCODER_FILE, weight_normed(shapes, weights.is_weight_normed), values)
+    synthetic.write_pickle(folder / VOCODER_FILE, weight_normed(shapes, weights.is_weight_normed), values)
     demo_onnx.write(folder / TOKENIZER_FILE, published(tokenizer, s3_tokenizer(s3_config)), values)
     demo_onnx.write(folder / SPEAKER_FILE, published(speaker, campplus()), values)
     _write_voices(directory / voices.FOLDER)
@@ -320,13 +315,7 @@ def replace_vocoder(config: Config, size: Size) -> Config:
 def write_texts(directory: str | Path, size: str = "tiny") -> Path:
     """Write the text files of a checkpoint, without its tensors; errors as in `write`."""
     directory, known = synthetic.begin(directory, size, CONFIGS)
-    for name, content in texts(known).items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content, encoding="utf-8")
-        else:
-            synthetic.write_json(path, content)
+    synthetic.write_contents(directory, texts(known))
     return directory
 
 
@@ -338,7 +327,3 @@ def _write_voices(folder: Path) -> None:
         hum = np.sin(2 * np.pi * (hz + 20 * np.sin(3 * t)) * t) * (0.3 + 0.2 * np.sin(7 * t))
         noise = np.random.default_rng(num).normal(size=num) / 50
         soundfile.write(folder / f"default_{name}.wav", (hum + noise).astype(np.float32), 16_000, "PCM_16")
-
-
-def _save(path: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill) -> None:
-    torch.save({name: torch.from_numpy(values(name, shape)) for name, shape in shapes.items()}, path)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.deferred import Deferred, Shape, scratch
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 from zoo.nn.s3.tokenizer import WhisperMel
 from zoo.request import AudioClip
 from zoo.step_audio2.config import ADAPTOR_INNER, PIECE_SAMPLES, SPEECH_HZ, ListenerConfig
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, first_channel
 
 PACKAGES = ("transformers.models.qwen2_audio.modeling_qwen2_audio",)
 CLIP_S = (0.01, 1200.0)
@@ -147,15 +147,12 @@ class Ear:
     def __call__(self, clip: AudioClip) -> Heard:
         """Raises RequestError (`param` "references") for unusable audio."""
         name = content(clip)
-        return self.heard.get(name, lambda: Heard(name, self._encode(clip)))
+        return self.heard.get(name, lambda: Heard(name, self.encode(clip)))
 
     @torch.inference_mode()
-    def _encode(self, clip: AudioClip) -> tuple[Tensor, ...]:
-        first = clip.samples if clip.samples.ndim == 1 else clip.samples[0]
-        samples = torch.tensor(mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, CLIP_S))
-        samples = samples.to(self.device)
-        if clip.sample_rate_hz != SPEECH_HZ:
-            samples = Resample(clip.sample_rate_hz, SPEECH_HZ).to(self.device)(samples[None])[0]
+    def encode(self, clip: AudioClip) -> tuple[Tensor, ...]:
+        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
+        samples = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         return tuple(
             self.listener(self.mel(F.pad(piece, (0, PADDING)))) for piece in samples.split(PIECE_SAMPLES)
         )

@@ -15,7 +15,6 @@ vocoder renders each chunk with 8 frames before it, and fades between chunks; he
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,11 +28,12 @@ from torch.nn import functional as F
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.nn.narrow import dtype_of
-from zoo.nn.s3.carried import heard
+from zoo.nn.s3.carried import heard, source_noise
+from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import may_follow_values
-from zoo.nn.sampling import draw, gumbel, normal, penalise
+from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.request import Request, RequestError
 from zoo.step_audio2 import thought, voices
 from zoo.step_audio2.config import Config
@@ -275,32 +275,7 @@ class StepAudio2(Family[VoiceState]):
         return token, (before < whole) | (left > 0)
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
-        """Render the cells of a stretch one after the other. On a CPU each slot has its own lengths, so nothing is
-        padded."""
-        cells = -(-view.frames // GRID)
-        most = cells * CELL_MEL * MEL_SAMPLES + self.vocoder.plan.lag
-        out = torch.zeros(len(view.slots), most + 1, device=view.slots.device)
-        given = torch.zeros_like(view.count)
-        for cell in range(cells):
-            count = (view.count - GRID * cell).clamp(0, GRID)
-            is_end = view.is_last & (view.count <= GRID * (cell + 1))
-            # held samples are given out with the last codes, or alone if none are left
-            is_used = (count > 0) | (is_end & (view.count == 0) & (cell == 0))
-            start = view.start + view.count.clamp(max=GRID * cell)
-            part = View(view.slots, start, count, is_end & is_used, GRID)
-            for rows in self._together(part, is_used):
-                samples, valid = self._cell(state, part_of(part, rows))
-                at = torch.arange(samples.shape[1], device=samples.device)
-                place = torch.where(at < valid[:, None], given[rows, None] + at, most)
-                out[rows] = out[rows].scatter(1, place, samples)
-                given[rows] = given[rows] + valid
-        return out[:, :most], given
-
-    def _together(self, part: View, is_used: Tensor) -> list[Tensor]:
-        """Return the rows that are computed together: all of them, or one by one where shapes may follow values."""
-        if not may_follow_values(part.slots):
-            return [torch.arange(len(part.slots), device=part.slots.device)]
-        return list(is_used.nonzero())
+        return rendered(view, CELL_MEL * MEL_SAMPLES, self.vocoder.plan.lag, partial(self._cell, state))
 
     def _cell(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of at most one cell per slot, and how many of them are valid [B]."""
@@ -312,7 +287,7 @@ class StepAudio2(Family[VoiceState]):
         mel = self._mel(state, slots, start, count, num_left)
         stop = torch.where(count > 0, start + count, first)
         state.num_rendered[slots] = stop
-        noise = partial(self._noise, state, slots)
+        noise = partial(source_noise, self.config.vocoder, state.seed[slots], NOISE_STEP)
         frames = TOKEN_FRAMES * first, TOKEN_FRAMES * stop
         return heard(self.vocoder, state, slots, mel, *frames, view.is_last, noise)
 
@@ -331,16 +306,3 @@ class StepAudio2(Family[VoiceState]):
         silent = state.vocoder.new_zeros(len(slots), TOKEN_FRAMES * tokens, MELS)
         mel = self.flow(codes, num_left, silent, state.speaker[slots], cell, state.past)
         return F.pad(mel, (0, 0, 0, CELL_MEL - mel.shape[1]))
-
-    def _noise(self, state: VoiceState, slots: Tensor, frame: Tensor) -> Tensor:
-        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the answer [B, W]."""
-        shape = MEL_SAMPLES, self.config.vocoder.harmonics
-        seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), NOISE_STEP + frame.clamp(min=0).flatten(), math.prod(shape))
-        return noise.view(*frame.shape, *shape)
-
-
-def part_of(view: View, rows: Tensor) -> View:
-    """Return some rows of a view."""
-    slots, start, count, is_last = (part[rows] for part in (view.slots, view.start, view.count, view.is_last))
-    return replace(view, slots=slots, start=start, count=count, is_last=is_last)

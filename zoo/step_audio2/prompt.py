@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from zoo.check import check_turn
 from zoo.nn.keys import prefix_key
 from zoo.request import BLANK, Option, Request, RequestError, Turn, sampling_options
 from zoo.step_audio2.listener import Ear
@@ -159,7 +160,7 @@ def conversation(request: Request) -> list[Turn]:
         turns.append(Turn("user", request.text))
     _check_order([turn.role for turn in turns])
     for turn in turns:
-        _check(turn)
+        check_turn(turn)
     return turns
 
 
@@ -183,14 +184,3 @@ def _check_order(roles: Sequence[str]) -> None:
         raise RequestError(
             "turns", f"the turns are by {', '.join(roles)}; possible: {order}, and not the assistant's last"
         )
-
-
-def _check(turn: Turn) -> None:
-    """Raise RequestError for a turn that says nothing, or that speaks where only text is read."""
-    has_text = bool((turn.text or "").strip(BLANK))
-    if turn.clip is not None and turn.role != "user":
-        raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
-    if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
-        raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
-    if not has_text and turn.clip is None and turn.tokens is None:
-        raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

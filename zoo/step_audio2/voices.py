@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.nn.mel import LogMel
-from zoo.nn.resample import Resample
+from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
 from zoo.nn.s3.sizes import LOOKAHEAD, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
@@ -112,12 +112,6 @@ class Cloner:
         mel = F.pad(mel, (0, missing), mode="replicate")[0].mT  # a negative pad cuts
         speaker = self.speaker(self.fbank(speech)[None])[0]
         return Voice(codes[:MAX_PROMPT], mel[: TOKEN_FRAMES * MAX_PROMPT].contiguous(), speaker)
-
-
-def resampled(samples: Tensor, from_hz: int, to_hz: int) -> Tensor:
-    if from_hz == to_hz:
-        return samples
-    return Resample(from_hz, to_hz).to(samples.device)(samples[None])[0]
 
 
 @torch.inference_mode()

@@ -112,6 +112,12 @@ def content(clip: AudioClip, *what_else: object) -> bytes:
     return blake2b(repr((name, *what_else)).encode(), digest_size=16).digest()
 
 
+def first_channel(clip: AudioClip, clip_s: tuple[float, float]) -> np.ndarray:
+    """Return the first channel of a clip [N] float32, at the clip's rate. clip_s and errors are those of `mono`."""
+    first = clip.samples if clip.samples.ndim == 1 else clip.samples[0]
+    return mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, clip_s)
+
+
 def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
     """Return a clip as one channel at rate_hz, [N] float32: channels are averaged, then resampled (soxr, high
     quality).

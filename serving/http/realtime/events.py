@@ -5,6 +5,7 @@ Fields in IGNORED are accepted and have no effect: what takes effect stands in s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -232,8 +233,9 @@ class Settings(msgspec.Struct, frozen=True):
         """Return OpenAI's defaults, with turn detection only where its package is installed."""
         return cls(detection=ServerVad() if voice_activity.is_installed() else None)
 
-    def changed(self, asked: Asked, model: Model, max_chars: int) -> Settings:
-        """Return the settings with what an event asks for. Raises the refusal."""
+    def changed(self, asked: Asked, max_chars: int, is_voice: Callable[[str], bool]) -> Settings:
+        """Return the settings with what an event asks for. is_voice: whether the model can speak in a voice of this name.
+        Raises the refusal."""
         if asked.tools:
             raise refusal(400, f"a session takes no tools; leave tools out, or use POST {CHAT}", "tools")
         given: dict[str, Any] = {}
@@ -248,7 +250,7 @@ class Settings(msgspec.Struct, frozen=True):
         if asked.temperature is not UNSET:
             given["temperature"] = asked.temperature
         if isinstance(asked, SessionFields | ResponseFields) and asked.audio is not UNSET:
-            given |= _of_audio(asked.audio, model)
+            given |= _of_audio(asked.audio, is_voice)
         return msgspec.structs.replace(self, **given)
 
     def response_json(self) -> dict[str, Any]:
@@ -280,7 +282,7 @@ class Settings(msgspec.Struct, frozen=True):
         }
 
 
-def _of_audio(audio: AudioConfig | ResponseAudio, model: Model) -> dict[str, Any]:
+def _of_audio(audio: AudioConfig | ResponseAudio, is_voice: Callable[[str], bool]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if isinstance(audio, AudioConfig) and audio.input is not UNSET:
         if audio.input.format is not UNSET:
@@ -296,7 +298,9 @@ def _of_audio(audio: AudioConfig | ResponseAudio, model: Model) -> dict[str, Any
         given["output_format"] = output.format
     if output.voice is not UNSET:
         name = output.voice.id if isinstance(output.voice, Voice) else output.voice
-        given["voice"] = name if name in model.voices else None  # OpenAI's clients name one of its voices
+        given["voice"] = (
+            name if name is not None and is_voice(name) else None
+        )  # OpenAI's clients name one of its voices
     if output.speed is not UNSET:
         given["speed"] = output.speed
     return given

@@ -17,11 +17,10 @@ from litestar.types import Message, Send
 from serving import protocol
 from serving.engine_client import Away
 from serving.http.answers import Answer
-from serving.http.chat import NO_CHOICE, check_clips, usage_of
+from serving.http.chat import check_clips, choice_named, usage_of
 from serving.http.errors import log_refused, outcome_of
 from serving.http.realtime.conversation import Conversation, Item, Speech, new_id
 from serving.http.realtime.events import Format, Pcm, Pcma, Settings
-from serving.http.references import LoadedVoice
 from serving.http.schemas import Error, Model, ResponseFormat, SpeechRequest
 from serving.http.server import Server
 from serving.http.socket import away
@@ -64,7 +63,8 @@ class Response(PartOfSession):
             temperature=settings.temperature,
         )
         options = {} if settings.max_tokens is None else {"max_tokens": settings.max_tokens}
-        super().__init__(server, request, options, model, NO_CHOICE)
+        voice = choice_named(settings.voice if settings.has_audio else None, model, server)
+        super().__init__(server, request, options, model, voice)
         self.settings, self.turns, self.tell = settings, turns, tell
         self.conversation, self.metadata = conversation, metadata
         self.response_id = new_id("resp")
@@ -82,7 +82,7 @@ class Response(PartOfSession):
 
     async def message(self) -> protocol.Speak:
         turns, self.turns = self.turns, []
-        message = self.speak_message(LoadedVoice(self.settings.voice, []))
+        message = self.speak_message(await self.server.references.find(self.voice, self.request, self.model))
         message.turns = turns
         if not self.settings.has_audio and "text" in self.model.outputs:
             message.request.output = "text"

@@ -24,6 +24,7 @@ from serving import protocol
 from serving.audio.voice_activity import RATE_HZ
 from serving.engine_client import Away
 from serving.http.bodies import read_beside
+from serving.http.chat import speaks_in
 from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
@@ -137,12 +138,15 @@ class Session:
         ):
             message = f"the model of a session cannot change; it is {self.model.id!r}"
             raise refusal(400, message, "session.model")
-        settings = self.settings.changed(asked, self.model, self.server.limits.text_chars)
+        settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
         if asked.audio is not msgspec.UNSET and asked.audio.input is not msgspec.UNSET:
             self.chooses_detection |= asked.audio.input.turn_detection is not msgspec.UNSET
         await read_beside(self.hearing.configure, settings.input_format, settings.detection)
         self.settings = settings
         await self.tell("session.updated", session=settings.session_json(self.id, self.model))
+
+    def _is_voice(self, name: str) -> bool:
+        return speaks_in(self.model, name, self.server)
 
     # what the user says
 
@@ -244,7 +248,7 @@ class Session:
             message = "an answer is under way; cancel it, or wait until response.done"
             raise refusal(400, message, code="conversation_already_has_active_response")
         asked = asked or ResponseFields()
-        settings = self.settings.changed(asked, self.model, self.server.limits.text_chars)
+        settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
         turns = given.turns(settings.instructions)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import soxr
-from fake_engine import ANSWERER, MODEL, tone
+from fake_engine import ANSWERER, CALLER, MODEL, tone
 from http_server import Server, until
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
+from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -315,6 +316,57 @@ def test_a_client_that_leaves_cancels_its_answer_and_leaves_nothing_behind(serve
     until(lambda: state.sessions.num_held == 0)
     until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
     assert not state.engine._inboxes
+
+
+# voices
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("v"), models=[CALLER]) as server:
+        assert upload(server, "carla").status_code == 200
+        yield server
+
+
+def spoken_in(voice):
+    return {"input": {"turn_detection": None}, "output": {"voice": voice}}
+
+
+def test_a_session_speaks_in_an_uploaded_voice_until_it_chooses_another(speaker):
+    with talking(speaker, model="caller", key=None) as client:
+        assert client.configure(audio=spoken_in("carla"))["audio"]["output"]["voice"] == "carla"
+        client.write("talk 1")
+        assert audio_of(client.answer()) == tone(0)
+        [reference] = asked(speaker).references
+        assert reference.clip == stored(speaker.voices_dir / "carla") and asked(speaker).request.voice is None
+        client.configure(audio=spoken_in("anna"))
+        client.write("talk 1")
+        client.answer()
+        assert asked(speaker).request.voice == "anna" and not asked(speaker).references
+        client.write("talk 1")
+        seen = client.answer(audio={"output": {"voice": {"id": "carla"}}})
+        assert seen[0]["response"]["audio"]["output"]["voice"] == "carla" and asked(speaker).references
+        client.write("talk 1")
+        client.answer(output_modalities=["text"])  # needs no voice
+        assert asked(speaker).request.voice is None and not asked(speaker).references
+
+
+def test_voices_that_do_not_exist_become_null(server, speaker):
+    for each, options in ((speaker, {"model": "caller", "key": None}), (server, {})):
+        with talking(each, **options) as client:
+            assert client.configure(audio=spoken_in("marin"))["audio"]["output"]["voice"] is None
+
+
+def test_a_voice_that_was_removed_is_an_error_of_the_answer(speaker):
+    assert upload(speaker, "doris").status_code == 200
+    with talking(speaker, model="caller", key=None) as client:
+        client.configure(audio=spoken_in("doris"))
+        assert speaker.http.delete("/v1/audio/voices/doris").status_code == 200
+        client.write("talk 1")
+        client.send("response.create")
+        assert "there is no voice 'doris'" in client.error()["message"]
+        client.configure(audio=spoken_in("anna"))
+        assert audio_of(client.answer()) == tone(0)
 
 
 # voice detection

@@ -118,6 +118,18 @@ def test_work_counts_the_weights_that_products_read():
     assert plain["render"]["bytes"] == 0  # the toy's renderer is an oscillator without weights
 
 
+def test_a_render_is_counted_over_a_tape_that_has_its_frames():
+    """Step-Audio 2 renders no further than its tape, and a cell of 50 codes needs the flow's products."""
+    model = family("step_audio2")
+    counted = work(model, first_request(model))
+    flow = sum(
+        weight.numel()
+        for name, weight in model.flow.named_parameters()
+        if name.startswith("estimator.blocks")
+    )
+    assert counted["render"]["flops"]["float32"] > 2 * flow > 0
+
+
 def test_arithmetic_is_counted_by_its_dtype():
     class Mixed(torch.nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@ of a state."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.sizes import VocoderSizes
 from zoo.nn.s3.stretch import may_follow_values
+from zoo.nn.sampling import normal
 
 
 class Carried(Protocol):
@@ -57,3 +60,14 @@ def heard(
     state.num_heard[slots] = ends
     at = (before - size * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
     return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - before
+
+
+def source_noise(sizes: VocoderSizes, seed: Tensor, step: int, frame: Tensor) -> Tensor:
+    """Return the noise of the vocoder's source [B, W, mel_samples, H] for mel frames of the speech [B, W].
+
+    seed [B]; step: that of frame 0, apart from other draws. The noise of a frame does not depend on the window.
+    """
+    shape = sizes.mel_samples, sizes.harmonics
+    seeds = seed[:, None].expand_as(frame)
+    noise = normal(seeds.flatten(), step + frame.clamp(min=0).flatten(), math.prod(shape))
+    return noise.view(*frame.shape, *shape)
