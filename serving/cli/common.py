@@ -47,6 +47,7 @@ LIMITS = "Limits"
 SECURITY = "Security"
 LOGS = "Logs"
 REPLICAS = "Replicas"
+ON_DEMAND = "Models on demand"
 
 
 class Commands(TyperGroup):

@@ -11,6 +11,7 @@ from typer import Argument
 
 from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
+from serving.cli.on_demand_flags import OnDemand
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
 from serving.settings import URL_SECRET
 from zoo import SMALL_VOICE
@@ -21,6 +22,7 @@ from zoo import SMALL_VOICE
 def serve(
     listening: Listening,
     model: Model,
+    on_demand: OnDemand,
     memory: Memory,
     latency: Latency,
     limits: Limits,
@@ -47,7 +49,9 @@ def serve(
 
     logs.check()
     replicas.check()
-    served = named_directories(models or [str(SMALL_VOICE)])
+    on_demand.check(models, model.device_map, replicas.settings())
+    kept = on_demand.settings()
+    served = named_directories(models or [str(SMALL_VOICE)]) if kept is None else on_demand.directories()
     voices_dir = listening.voices_dir
     settings = Settings(
         models=served,
@@ -61,6 +65,7 @@ def serve(
         grace_s=listening.grace_s,
         otel=logs.otel,
         replicas=replicas.settings(),
+        on_demand=kept,
         model=model.options(),
         aliases=model.names(served, repository_names(models)),
         memory=memory.settings(),

@@ -110,7 +110,16 @@ def create_app(
     if settings.aligner.directory is not None:
         aligner = Aligner(settings.aligner.directory, settings.aligner.device)
     server = Server(
-        engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
+        engine,
+        keys,
+        limits,
+        settings.voices_dir,
+        names,
+        tracing,
+        words,
+        aligner,
+        settings.sentence_gap_s,
+        has_private_metrics=security.private_metrics,
     )
     streams = TextStreams(server)
     links = Links(url_secret or secrets.token_hex())

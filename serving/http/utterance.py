@@ -32,6 +32,7 @@ from serving.http.events import (
     AudioHeard,
     AudioStart,
     AudioWords,
+    ModelLoading,
     ServerEvent,
     Timings,
 )
@@ -106,6 +107,11 @@ class Segment(PartOfSession):
         self.asked = asyncio.Event()
         self.words = words  # of the whole utterance
         self.said = text  # with what was fed
+        self.told_loading: Callable[[protocol.ModelState], Awaitable[None]] | None = None
+
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        if self.told_loading is not None:
+            await self.told_loading(state)
 
     def word_times(self) -> None:
         """The utterance has them."""
@@ -374,6 +380,7 @@ class Utterance:
         if self.words is not None:
             self.words.begin_request()
         self.spoken = segment
+        segment.told_loading = self._tell_loading
         finished = await segment.speak(self._take)
         self.spoken = None
         self.frames += finished.frames
@@ -383,6 +390,10 @@ class Utterance:
         if self.settings.request.loudness is not None:  # the next text may be late
             await self._send_audio(await self._encode(self.encoder.flush))
         await self._keep_voice(segment)
+
+    async def _tell_loading(self, state: protocol.ModelState) -> None:
+        model = self.settings.model.id
+        await self.send_event(ModelLoading(self.number, model, state.stage, state.progress))
 
     async def _keep_voice(self, segment: Segment) -> None:
         """Keep a random voice: the segment's audio becomes the reference of the next sentences. Raises the
