@@ -173,7 +173,8 @@ class Models:
                 self._load(self.models[decision.load])
             wait_s = None if decision.next_s is None else max(decision.next_s - self.clock(), 0.0)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self.news.wait()
 
     def _load(self, model: Model) -> None:
         model.leaving = asyncio.Event()
