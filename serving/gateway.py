@@ -45,6 +45,7 @@ class Gateway:
         self.requests = requests
         self.clients: set[asyncio.StreamWriter] = set()
         self.connections = Connections(self._connection)
+        self.server: asyncio.Server | None = None
 
     def state(self) -> tuple[protocol.Message, ...]:
         """Return the models and the status. The status comes last, so a client that hears of a ready engine
@@ -56,7 +57,13 @@ class Gateway:
         raise NotImplementedError
 
     async def listen(self, path: str) -> None:
-        await asyncio.start_unix_server(self.connections.accept, path)
+        self.server = await asyncio.start_unix_server(self.connections.accept, path)
+
+    async def close(self) -> None:
+        """Take no more connections, and end all of them."""
+        if self.server is not None:
+            self.server.close()
+        await self.connections.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.clients.add(writer)

@@ -64,7 +64,7 @@ async def run(arguments: EngineArguments) -> bool:
     await stopping.wait()
     for task in running:
         task.cancel()
-    await gateway.connections.close()
+    await gateway.close()
     await dispatcher.close()
     return is_ours
 

@@ -100,7 +100,7 @@ async def run(arguments: EngineArguments) -> None:
         await asyncio.wait((serving, waiting, telling), return_when=asyncio.FIRST_COMPLETED)
         for task in (telling, serving, waiting):
             task.cancel()
-        await gateway.connections.close()
+        await gateway.close()
         await models.close()
         for done in await asyncio.gather(serving, telling, return_exceptions=True):
             if done is not None and not isinstance(done, asyncio.CancelledError):

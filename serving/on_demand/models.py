@@ -103,8 +103,10 @@ class Model:
 
     def show(self, **changes: object) -> None:
         """Change the state, and wake the requests that wait."""
-        self.state = msgspec.structs.replace(self.state, **changes)
-        self.wake()
+        before = self.state
+        self.state = msgspec.structs.replace(before, **changes)
+        if self.state != before:
+            self.wake()
 
     def wake(self) -> None:
         self.changed.set()
@@ -180,6 +182,7 @@ class Models:
         model.leaving = asyncio.Event()
         model.began_s = self.clock()
         model.show(stage="loading", progress=0.0, problem="")
+        log.info("loading", model=model.name, planned_mib=model.state.planned_bytes >> 20)
         task = self.running[model.name] = asyncio.create_task(self._run(model))
         task.add_done_callback(lambda task: self._ended(model, task))
 
@@ -207,7 +210,7 @@ class Models:
             is_step = round(10 * status.progress) != round(10 * model.state.progress)
             if status.state != model.state.stage or is_step:
                 percent = round(10 * status.progress) * 10
-                log.info(status.state, model=model.name, percent=percent, detail=status.detail)
+                log.info(status.state, model=model.name, percent=percent)
             model.show(stage=status.state, progress=status.progress)
 
     def _loaded(self, model: Model, client: EngineClient) -> None:

@@ -366,7 +366,7 @@ def test_replicas_are_one_engine_to_the_http_process(tmp_path):
             await until(lambda: client.status.state == "loading")
             for task in running:
                 task.cancel()
-            await gateway.connections.close()
+            await gateway.close()
 
     asyncio.run(scene())
 
@@ -413,7 +413,7 @@ def test_an_error_of_the_gateway_is_told_to_the_client(tmp_path):
                 failed = await asyncio.wait_for(inbox.get(), 5)
             assert isinstance(failed, protocol.Failed) and failed.status == 500
             running.cancel()
-            await gateway.connections.close()
+            await gateway.close()
 
     asyncio.run(scene())
 

@@ -416,6 +416,6 @@ def test_all_models_are_one_engine_to_the_http_process(tmp_path):
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await gateway.connections.close()
+        await gateway.close()
 
     in_zoo(tmp_path, scene)
