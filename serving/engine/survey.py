@@ -41,7 +41,7 @@ def survey(options: Options, progress: Callable[[float, str], None]) -> Survey:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     models = []
     for i, (name, directory) in enumerate(options.models.items()):
-        progress(i / len(options.models), name)
+        progress(i / len(options.models), f"looking at {name}")
         try:
             models.append(surveyed(name, directory, options, device))
         except (ValueError, OSError) as error:

@@ -59,7 +59,7 @@ def test_what_no_family_reads_is_a_line_in_the_log(foreign, capfd):
     models = {**foreign, "a": directory("qwen3_tts", "tiny")}
     found = surveyed(models, lambda fraction, name: told.append((fraction, name)))
     assert [model.info.id for model in found.models] == ["a"]
-    assert [name for _, name in told] == ["empty", "other", "a"] and told[0][0] == 0
+    assert [doing for _, doing in told] == [f"looking at {name}" for name in models] and told[0][0] == 0
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2 and said[0].startswith("zoo: empty is not served: ")
     assert "model_type 'bert'" in said[1]
@@ -95,4 +95,4 @@ def test_the_process_tells_its_progress_and_the_survey():
         return [message async for message in protocol.read(reader, decoder)]
 
     status, found = asyncio.run(messages())
-    assert status == protocol.Status("loading", 0.0, "a") and isinstance(found, Survey)
+    assert status == protocol.Status("loading", 0.0, "looking at a") and isinstance(found, Survey)
