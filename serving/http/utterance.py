@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -49,6 +50,7 @@ from zoo.text.pauses import Part, check_total, is_pause, next_part
 from zoo.text.pronunciations import Reader
 
 REFUSED = 400
+LOADING = "model.loading"  # a message of our own from a segment to its utterance
 
 
 class Idle(Exception):
@@ -107,11 +109,9 @@ class Segment(PartOfSession):
         self.asked = asyncio.Event()
         self.words = words  # of the whole utterance
         self.said = text  # with what was fed
-        self.told_loading: Callable[[protocol.ModelState], Awaitable[None]] | None = None
 
     async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
-        if self.told_loading is not None:
-            await self.told_loading(state)
+        await send(cast(Message, {"type": LOADING, "state": state}))
 
     def word_times(self) -> None:
         """The utterance has them."""
@@ -380,7 +380,6 @@ class Utterance:
         if self.words is not None:
             self.words.begin_request()
         self.spoken = segment
-        segment.told_loading = self._tell_loading
         finished = await segment.speak(self._take)
         self.spoken = None
         self.frames += finished.frames
@@ -415,6 +414,8 @@ class Utterance:
 
     async def _take(self, message: Message) -> None:
         """Encode and send the PCM of a segment."""
+        if message["type"] == LOADING:
+            return await self._tell_loading(cast(Any, message)["state"])
         if message["type"] != "http.response.body" or not message["body"]:
             return
         pcm: bytes = message["body"]
