@@ -27,7 +27,7 @@ from serving.http.schemas import Error, ErrorBody
 AWAY_RETRY_S = 1
 SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
 # routes whose requests are counted and logged
-ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, elevenlabs.SPEAK, elevenlabs.STREAM)
+ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name

@@ -17,11 +17,10 @@ NAMES = ("qwen3_tts", "voxcpm2")
 
 @pytest.fixture
 def models(tmp_path):
-    """A directory of two models, one that will be damaged, and one that no family reads."""
+    """A directory of two models, and one that no family reads."""
     folder = tmp_path / "models"
     for name in NAMES:
         shutil.copytree(directory(name, "tiny"), folder / name)
-    shutil.copytree(directory("qwen3_tts", "tiny"), folder / "damaged")
     (folder / "notes").mkdir()
     return folder
 
@@ -54,7 +53,7 @@ def descends(pid, found):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_models_are_loaded_unloaded_and_loaded_again(tmp_path, models):
-    options = ("--model-dir", models, "--keep-alive", "2s", "--load-wait", "60")
+    options = ("--model-dir", models, "--keep-alive", "2s", "--deterministic")
     with serving(tmp_path, *options, key=None) as url, httpx.Client(base_url=url, timeout=90) as client:
 
         def states():
@@ -64,17 +63,13 @@ def test_models_are_loaded_unloaded_and_loaded_again(tmp_path, models):
             body = {"model": model, "input": "Hi.", "seed": 3, "max_new_tokens": 4, "response_format": "wav"}
             return client.post("/v1/audio/speech", json=body)
 
-        (models / "damaged" / "model.safetensors").unlink()
-        assert states() == {"damaged": "cold", "qwen3_tts": "cold", "voxcpm2": "cold"} and not engines()
+        assert states() == dict.fromkeys(NAMES, "cold") and not engines()
         first = {}
         for name in NAMES:
             answer = speak(name)
             assert answer.status_code == 200, answer.text
             first[name] = answer.content
             assert states()[name] == "loaded" and engines()
-        fault = speak("damaged")
-        assert fault.status_code == 503 and fault.json()["error"]["code"] == "model_not_loaded"
-        assert "model 'damaged' could not be loaded: " in fault.json()["error"]["message"]
         until(lambda: set(states().values()) == {"cold"})
         assert not engines()
         assert speak(NAMES[0]).content == first[NAMES[0]]
