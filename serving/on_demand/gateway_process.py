@@ -59,8 +59,16 @@ def starter(arguments: EngineArguments, parent_fd: int) -> Callable[[SurveyedMod
     return start
 
 
+class SurveyFailed(Exception):
+    """There is no survey; the process of the survey has said why. status: its exit status."""
+
+    def __init__(self, status: int):
+        super().__init__(f"the survey of the models ended with status {status}")
+        self.status = status
+
+
 async def surveyed(arguments: EngineArguments, tell: Callable[[protocol.Status], None]) -> Survey:
-    """Return the models of the directory. Raises SystemExit with the status of a survey that failed."""
+    """Return the models of the directory. Raises SurveyFailed."""
     process = await asyncio.create_subprocess_exec(
         *command("serving.engine.survey", arguments),
         pass_fds=[] if arguments.parent_fd is None else [arguments.parent_fd],
@@ -80,12 +88,12 @@ async def surveyed(arguments: EngineArguments, tell: Callable[[protocol.Status],
         if process.returncode is None:
             process.kill()
     if found is None:
-        raise SystemExit(status or 1)
+        raise SurveyFailed(status or 1)
     return found
 
 
 async def run(arguments: EngineArguments) -> None:
-    """Serve until a signal arrives. Raises SystemExit if there is no model to serve."""
+    """Serve until a signal arrives. Raises SurveyFailed."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -124,7 +132,10 @@ def main() -> None:
     logs.configure("gateway")
     if arguments.parent_fd is not None:
         exit_with_parent(arguments.parent_fd)
-    asyncio.run(run(arguments))
+    try:
+        asyncio.run(run(arguments))
+    except SurveyFailed as error:
+        sys.exit(error.status)
 
 
 if __name__ == "__main__":
