@@ -108,6 +108,12 @@ class Model:
         if self.state != before:
             self.wake()
 
+    def leave(self) -> None:
+        """Take no more requests, and let the engine end."""
+        self.client = None
+        self.show(stage="unloading", progress=0.0)
+        self.leaving.set()
+
     def wake(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
@@ -169,8 +175,7 @@ class Models:
             looks = [model.look for model in self.models.values()]
             decision = decide(looks, self.room_bytes, self.settings.keep_alive_s, self.clock())
             for name in decision.unload:
-                self.models[name].show(stage="unloading", progress=0.0)
-                self.models[name].leaving.set()
+                self.models[name].leave()
             if decision.load is not None:
                 self._load(self.models[decision.load])
             wait_s = None if decision.next_s is None else max(decision.next_s - self.clock(), 0.0)
@@ -200,10 +205,9 @@ class Models:
             self._loaded(model, process.client)
             ending.add_done_callback(lambda _: model.leaving.set())
             await model.leaving.wait()
-            model.client = None
             if ending.done():
                 log.error("the engine of a model ended", model=model.name, status=ending.result())
-            model.show(stage="unloading", progress=0.0)
+            model.leave()
 
     def _progress(self, model: Model, status: protocol.Status) -> None:
         if status.state in ("loading", "warming"):

@@ -220,6 +220,19 @@ def test_a_request_that_comes_while_its_model_is_unloaded_waits_and_loads_it(tmp
     in_zoo(tmp_path, scene)
 
 
+def test_a_request_that_comes_right_after_the_decision_to_unload_is_not_lost(tmp_path):
+    async def scene(zoo):
+        await zoo.spoken("a")
+        zoo.later(301)
+        while zoo.stage("a") == "loaded":
+            await asyncio.sleep(0)
+        outcomes = []
+        await zoo.models.answer(protocol.Speak("r", "a", protocol.Request("frames 3")), outcomes.append)
+        assert pcm_of(outcomes) == FRAMES and len(zoo.processes["a"]) == 2
+
+    in_zoo(tmp_path, scene)
+
+
 def test_an_idle_model_makes_room_and_one_that_speaks_does_not(tmp_path):
     async def scene(zoo):
         await zoo.spoken("a")
