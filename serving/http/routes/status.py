@@ -25,7 +25,8 @@ async def health(server: Server) -> Health:
 
 @get("/ready", responses={503: NOT_READY})
 async def ready(server: Server) -> Response[Ready]:
-    """Return 200 once all models are loaded and warm, so that the first request is as fast as any other."""
+    """Return 200 once all models are loaded and warm, so that the first request is as fast as any other. With
+    models on demand, return it once the server knows its models."""
     status = server.engine.status
     code = 200 if status.state == "ready" else 503
     return Response(Ready(status.state, status.progress, status.detail), status_code=code)
