@@ -200,7 +200,9 @@ class Models:
             except NotLoaded as error:
                 log.error("model not loaded", model=model.name, error=str(error))
                 model.failed_s = self.clock()
-                model.show(stage="unloading", problem=str(error), failures=model.state.failures + 1)
+                # Clients need not know where the directory lies.
+                problem = str(error).replace(model.surveyed.directory, model.name)
+                model.show(stage="unloading", problem=problem, failures=model.state.failures + 1)
                 return
             self._loaded(model, process.client)
             ending.add_done_callback(lambda _: model.leaving.set())

@@ -71,7 +71,9 @@ class Zoo:
         limits = Limits(waiting=3)
         self.models = Models(OnDemand(**settings), limits, 1000, self.start, lambda: self.now_s)
         infos = [msgspec.structs.replace(FEEDER if name == "feeder" else MODEL, id=name) for name in names]
-        self.models.open([SurveyedModel(info, "/", 8, 0, sizes[info.id]) for info in infos], room_bytes)
+        self.models.open(
+            [SurveyedModel(info, f"/models/{info.id}", 8, 0, sizes[info.id]) for info in infos], room_bytes
+        )
 
     def start(self, model):
         made = self.processes[model.info.id]
@@ -267,13 +269,13 @@ def test_a_model_that_never_fits_is_refused_at_once(tmp_path):
 def test_a_model_that_cannot_be_loaded_is_one_clear_error_and_the_others_go_on(tmp_path):
     def prepare(process):
         if "/b." in process.path:
-            process.problem = "its weights are damaged"
+            process.problem = "/models/b/model.safetensors is damaged"
 
     async def scene(zoo):
         (first, *_), (second, *_) = await asyncio.gather(*(last_of(zoo, "b", id) for id in ("1", "2")))
         for refused in (first, second):
             assert (refused.status, refused.code) == (503, "model_not_loaded")
-            assert refused.message == "model 'b' could not be loaded: its weights are damaged"
+            assert refused.message == "model 'b' could not be loaded: b/model.safetensors is damaged"
         assert pcm_of(await zoo.spoken("a")) == FRAMES
         await until(lambda: zoo.stage("b") == "cold")
         assert zoo.state("b").failures == 1 and zoo.state("b").problem
