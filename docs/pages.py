@@ -214,6 +214,7 @@ def all_metrics() -> list[Metric]:
     engine.stats = protocol.Stats(
         pages=0, pages_free=0, pages_shared=0, pages_evicted=0, compiles_after_warmup=0, models={"m": counts}
     )
+    engine.states = {"m": protocol.ModelState()}
     metrics = Metrics(engine)
     metrics.add_key("k")
     metrics.began("m", 0.1)

@@ -36,6 +36,7 @@ class EngineClient:
         self._status = protocol.Status("away", detail="it is being started")
         self._heard_s = 0.0  # when the engine sent its latest message
         self.models: list[protocol.ModelInfo] = []
+        self.states: dict[str, protocol.ModelState] = {}  # of models on demand
         self.stats: protocol.Stats | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -45,9 +46,14 @@ class EngineClient:
     @property
     def status(self) -> protocol.Status:
         """The engine's latest status, or away if a ready engine has been silent: it is suspended or hung."""
-        if self._status.state == "ready" and self.silent_s > SILENT_S:
+        if self.is_ready and self.silent_s > SILENT_S:
             return protocol.Status("away", detail=f"it has not answered for {self.silent_s:.0f} s")
         return self._status
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine said that it is ready, even if it has been silent since."""
+        return self._status.state == "ready"
 
     @property
     def silent_s(self) -> float:
@@ -113,9 +119,11 @@ class EngineClient:
                     self._status = message
             case protocol.Models(models):
                 self.models = models
+            case protocol.ModelStates(models):
+                self.states = models
             case protocol.Stats():
                 self.stats = message
-            case protocol.Audio(id) | protocol.Text(id) | protocol.Spoken(id):
+            case protocol.Loading(id) | protocol.Audio(id) | protocol.Text(id) | protocol.Spoken(id):
                 if (
                     inbox := self._inboxes.get(id)
                 ) is not None:  # None: cancelled while the message was on its way

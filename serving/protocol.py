@@ -4,7 +4,8 @@
     engine -> HTTP   to every connection: Status, Models, and Stats once a second
                      to each Speak: one Rejected; or Audio, Text and Spoken as they are made, then Finished or Failed
 
-The engine does not answer a Cancel. After an Interrupt it sends the request's last message.
+The engine does not answer a Cancel. After an Interrupt it sends the request's last message. With models on demand,
+ModelStates follows Models, and Loading goes before the answer to a Speak whose model is not loaded.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MAX_CLIP_BYTES = 48 << 20  # for all clips of a request together: a minute of mo
 MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # no valid message is longer
 
 State = Literal["away", "loading", "warming", "ready"]
+# Of one model. waiting: for memory that other models have.
+ModelStage = Literal["cold", "waiting", "loading", "warming", "loaded", "unloading"]
 
 
 class Message(msgspec.Struct, tag=True):
@@ -213,6 +216,28 @@ class Models(Message):
     models: list[ModelInfo]
 
 
+class ModelState(msgspec.Struct, frozen=True):
+    """Whether a model on demand is loaded, and its counters since the gateway started."""
+
+    stage: ModelStage = "cold"
+    progress: float = 0.0  # of loading or warming, 0 to 1
+    problem: str = ""  # why it could not be loaded the last time
+    loads: int = 0  # counter
+    failures: int = 0  # counter: loads that failed
+    load_s: float = 0.0  # counter: seconds that the loads took
+    planned_bytes: int = 0  # of the device's memory, by the memory plan
+
+    def __str__(self) -> str:
+        is_measured = self.stage in ("loading", "warming")
+        return f"{self.stage} {100 * self.progress:.0f} %" if is_measured else self.stage
+
+
+class ModelStates(Message):
+    """The states of models on demand, by model id. Without this message, all models are loaded."""
+
+    models: dict[str, ModelState]
+
+
 class ModelStats(msgspec.Struct):
     """The current state of a model, and its counters since the engine started."""
 
@@ -257,6 +282,13 @@ class Stats(Message):
     resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
     reference_bytes: int = 0  # reference audio that is being encoded or waits to be
     replicas: dict[str, Stats] = {}  # those of each replica, if this is their sum
+
+
+class Loading(Message):
+    """The request waits until its model is loaded."""
+
+    id: str
+    state: ModelState
 
 
 class Rejected(Message):
@@ -326,8 +358,10 @@ class Failed(Message):
 
 
 ToEngine = Speak | Feed | Cancel | Interrupt | Heard
-ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Spoken | Finished | Failed
-Outcome = Rejected | Audio | Text | Spoken | Finished | Failed  # the answers to a Speak
+ToHTTP = (
+    Status | Models | ModelStates | Stats | Loading | Rejected | Audio | Text | Spoken | Finished | Failed
+)
+Outcome = Loading | Rejected | Audio | Text | Spoken | Finished | Failed  # the answers to a Speak
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

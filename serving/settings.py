@@ -128,6 +128,14 @@ class WorksSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: int = 20 << 30  # of the files of all works
 
 
+class OnDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How models on demand are loaded and unloaded."""
+
+    keep_alive_s: float | None = 300.0  # how long an idle model stays loaded; None: for ever
+    load_wait_s: float = 300.0  # how long a request waits for its model
+    memory_bytes: int | None = None  # of all loaded models; None: what the device has free at the start
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of a server. `models` has the directory of each model by the ID that clients know."""
 
@@ -147,6 +155,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory = Memory()
     latency: Latency = Latency()
     replicas: Replicas = Replicas()
+    on_demand: OnDemand | None = None  # None: all models are loaded at the start
     limits: Limits = Limits()
     security: Security = Security()
 

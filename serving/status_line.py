@@ -98,7 +98,10 @@ class StatusLine(TextIOBase):
 
     def _rate(self, stats: protocol.Stats, now_s: float) -> float:
         """Return audio seconds per second over the last SPAN_S."""
-        self.counted.append((now_s, sum(model.audio_s for model in stats.models.values())))
+        delivered_s = sum(model.audio_s for model in stats.models.values())
+        if self.counted and delivered_s < self.counted[-1][1]:  # a model was unloaded
+            self.counted.clear()
+        self.counted.append((now_s, delivered_s))
         while len(self.counted) > 2 and self.counted[1][0] <= now_s - SPAN_S:
             self.counted.popleft()
         (first_s, before), (last_s, after) = self.counted[0], self.counted[-1]

@@ -4,6 +4,8 @@
              /       \\
     engine process   HTTP process         (a Unix socket between them)
 
+With several replicas, or with models on demand, a gateway is in the engine's place.
+
 The supervisor restarts a child that dies or falls silent: the engine's messages and the HTTP process's
 heartbeat (heartbeat.py) show that they still work. It restarts an engine only if it was ready before: an
 engine that dies while loading would die again. Children end with the supervisor, even if it is killed,
@@ -22,7 +24,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 
@@ -40,6 +42,7 @@ FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers to finish when the server stops
 # A few seconds of audio. This limits the memory that a client can hold when it stops reading.
 SEND_BUFFER_BYTES = 256 << 10
+OWN_LINE = "zoo: "  # begins a line for people that a child writes before it ends
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
 KEY = "ZOO_API_KEY"  # the environment variable of the API key
@@ -109,29 +112,19 @@ class Child:
         self.silent_s: int | None = None  # seconds without a message; None while no message is expected
         self.heartbeat_fd: int | None = None  # where its heartbeat arrives, if it has one
         self.is_relayed = False  # whether the supervisor relays its stderr, to protect the status line
+        self.last_line = ""  # the last one for people that it wrote, if it is relayed
 
     async def supervise(self) -> int:
         """Run and restart the process until it ends for good. Returns the server's exit status."""
         deaths = 0
         while not self.is_stopping:
             began = time.monotonic()
-            self.silent_s = None  # until it has started
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command,
-                pass_fds=self.fds,
-                env=self.env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE if self.is_relayed else None,
-                start_new_session=True,  # only the supervisor handles Ctrl-C
-            )
-            if self.process.stderr is not None:
-                await relay(self.process.stderr)
-            status = await self.process.wait()
+            status = await self.run()
             if self.is_stopping:
                 break
             if status == REFUSED:
                 return REFUSED
-            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            how = how_it_ended(status)
             if not self.is_proven:
                 log_line(f"the {self.name} ended {how} before it was ready")
                 return 1
@@ -143,6 +136,27 @@ class Child:
             log_line(f"the {self.name} ended {how}; restarting it in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         return 0
+
+    async def run(self) -> int:
+        """Run the process once. Returns its exit status."""
+        self.silent_s = None  # until it has started
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command,
+            pass_fds=self.fds,
+            env=self.env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE if self.is_relayed else None,
+            start_new_session=True,  # only the supervisor handles Ctrl-C
+        )
+        if self.process.stderr is not None:
+            await relay(self.process.stderr, self.note)
+        return await self.process.wait()
+
+    def note(self, lines: str) -> None:
+        """Note what it writes to stderr, if that is relayed: its last line of its own says why it ends."""
+        for line in lines.splitlines():
+            if line.startswith(OWN_LINE):
+                self.last_line = line.removeprefix(OWN_LINE)
 
     def heard(self) -> None:
         """Note a sign of life."""
@@ -167,14 +181,20 @@ class Child:
                 self.process.kill()
 
 
-async def relay(reader: asyncio.StreamReader) -> None:
-    """Copy a child's stderr to ours, line by line, until it ends."""
+def how_it_ended(status: int) -> str:
+    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+
+
+async def relay(reader: asyncio.StreamReader, note: Callable[[str], None]) -> None:
+    """Copy a child's stderr to ours, line by line, until it ends. note: is told the lines."""
     unfinished = b""
     while data := await reader.read(MAX_LINE_BYTES):
         whole, newline, unfinished = (unfinished + data).rpartition(b"\n")
         if len(unfinished) > MAX_LINE_BYTES:
             whole, newline, unfinished = unfinished, b"\n", b""
-        sys.stderr.write((whole + newline).decode(errors="replace"))
+        lines = (whole + newline).decode(errors="replace")
+        note(lines)
+        sys.stderr.write(lines)
         sys.stderr.flush()
     if unfinished:
         sys.stderr.write(unfinished.decode(errors="replace") + "\n")
@@ -195,9 +215,7 @@ def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | Non
     ):
         settings = guarded(listener, settings, env)
         path = f"{directory}/engine.sock"
-        are_on_ray = settings.replicas.are_on_ray
-        module = "serving.cluster.gateway_process" if are_on_ray else "serving.engine.engine_process"
-        engine = command(module, EngineArguments(settings, path, parent_fd))
+        engine = command(engine_module(settings), EngineArguments(settings, path, parent_fd))
         arguments = HTTPArguments(settings, path, listener.fileno(), parent_fd, beating_fd)
         http = command("serving.http.app", arguments)
         http_fds = [parent_fd, listener.fileno(), beating_fd]
@@ -206,6 +224,15 @@ def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | Non
         server.heartbeat_fd = heartbeat_fd
         with nullcontext() if status_line is None else status_line.open():
             return asyncio.run(run(speaker, server, listener, path, settings.grace_s, status_line))
+
+
+def engine_module(settings: Settings) -> str:
+    """Return the process that speaks the engine's protocol: the engine, or a gateway in its place."""
+    if settings.replicas.are_on_ray:
+        return "serving.cluster.gateway_process"
+    if settings.on_demand is not None:
+        return "serving.on_demand.gateway_process"
+    return "serving.engine.engine_process"
 
 
 @contextmanager

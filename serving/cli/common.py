@@ -48,6 +48,7 @@ WORKS = "Long works"
 SECURITY = "Security"
 LOGS = "Logs"
 REPLICAS = "Replicas"
+ON_DEMAND = "Models on demand"
 
 
 class Commands(TyperGroup):

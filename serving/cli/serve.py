@@ -11,6 +11,7 @@ from typer import Argument
 
 from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
+from serving.cli.on_demand_flags import OnDemand
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
 from serving.cli.works_flags import Works
 from serving.settings import URL_SECRET
@@ -22,6 +23,7 @@ from zoo import SMALL_VOICE
 def serve(
     listening: Listening,
     model: Model,
+    on_demand: OnDemand,
     memory: Memory,
     latency: Latency,
     limits: Limits,
@@ -49,7 +51,9 @@ def serve(
 
     logs.check()
     replicas.check()
-    served = named_directories(models or [str(SMALL_VOICE)])
+    on_demand.check(models, model.device_map, replicas.settings())
+    kept = on_demand.settings()
+    served = named_directories(models or [str(SMALL_VOICE)]) if kept is None else on_demand.directories()
     voices_dir = listening.voices_dir
     settings = Settings(
         models=served,
@@ -64,6 +68,7 @@ def serve(
         grace_s=listening.grace_s,
         otel=logs.otel,
         replicas=replicas.settings(),
+        on_demand=kept,
         model=model.options(),
         aliases=model.names(served, repository_names(models)),
         memory=memory.settings(),

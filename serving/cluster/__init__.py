@@ -14,8 +14,7 @@ each replica.
     link        the gateway's connection to a replica
     relay       the replica's end of it: a TCP port in front of the engine's socket
     dispatch    sends requests to replicas, and unheard ones to another
-    totals      the sum of all replicas' figures
-    gateway     the engine's side of the protocol; gateway_process starts it
+    gateway     the engine's side of the protocol (serving/gateway.py); gateway_process starts it
     engine_host the engine process in a replica
     replica     what Ray Serve runs; deployment, router and scaling are its settings
 

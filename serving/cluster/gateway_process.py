@@ -22,7 +22,7 @@ import msgspec
 from serving import logs
 from serving.cluster import deployment
 from serving.cluster.dispatch import Dispatcher
-from serving.cluster.gateway import Gateway
+from serving.cluster.gateway import ClusterGateway
 from serving.cluster.link import Address
 from serving.cluster.routing import Ask
 from serving.cluster.table import TABLE
@@ -57,14 +57,14 @@ async def run(arguments: EngineArguments) -> bool:
         loop.add_signal_handler(number, stopping.set)
     settings = arguments.settings
     dispatcher = connected(loop)
-    gateway = Gateway(dispatcher, settings.replicas.counts[0])
+    gateway = ClusterGateway(dispatcher, settings.replicas.counts[0])
     await gateway.listen(arguments.socket)
     running = [asyncio.create_task(work) for work in (gateway.tell_state(), dispatcher.look_after())]
     is_ours = await serve(settings, stopping)
     await stopping.wait()
     for task in running:
         task.cancel()
-    await gateway.connections.close()
+    await gateway.close()
     await dispatcher.close()
     return is_ours
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from contextlib import suppress
 
-from serving.cluster.connections import Connections
+from serving.connections import Connections
 
 TOKEN_BYTES = 32
 TOKEN_S = 5.0  # for a client to send the token

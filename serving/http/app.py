@@ -42,7 +42,13 @@ from serving.http.routes import playground as page
 from serving.http.routes import works as work_routes
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.chat import complete
-from serving.http.routes.elevenlabs import list_voices_in_their_form, speak_stream, speak_whole
+from serving.http.routes.elevenlabs import (
+    list_voices_in_their_form,
+    speak_stream,
+    speak_stream_with_times,
+    speak_whole,
+    speak_whole_with_times,
+)
 from serving.http.routes.links import sign_link, speak_link
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.pronunciations import (
@@ -112,7 +118,16 @@ def create_app(
     if settings.aligner.directory is not None:
         aligner = Aligner(settings.aligner.directory, settings.aligner.device)
     server = Server(
-        engine, keys, limits, settings.voices_dir, names, tracing, words, aligner, settings.sentence_gap_s
+        engine,
+        keys,
+        limits,
+        settings.voices_dir,
+        names,
+        tracing,
+        words,
+        aligner,
+        settings.sentence_gap_s,
+        has_private_metrics=security.private_metrics,
     )
     streams = TextStreams(server)
     works = Works(server, settings.works)
@@ -162,7 +177,17 @@ def guarded_routes(limits: Limits, security: Security, works: WorksSettings) -> 
     """Return the routes that require an API key, if the server has one."""
     speech = Router(
         "/",
-        route_handlers=[speak, speak_batch, complete, speak_whole, speak_stream, generate, start_stream],
+        route_handlers=[
+            speak,
+            speak_batch,
+            complete,
+            speak_whole,
+            speak_stream,
+            speak_whole_with_times,
+            speak_stream_with_times,
+            generate,
+            start_stream,
+        ],
         request_max_body_size=limits.speech_body_bytes,
         middleware=[LargeBodies],
     )

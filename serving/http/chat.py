@@ -190,6 +190,9 @@ class Chat(Speech):
 
     # the answer
 
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        """OpenAI's chunks have no place for it."""
+
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         if not isinstance(message, protocol.Text):
             return await super().take(message, send)

@@ -15,6 +15,8 @@ from serving.http.schemas import Name, fields_of
 # Templates of their paths.
 SPEAK = "/v1/text-to-speech/{voice_id}"
 STREAM = f"{SPEAK}/stream"
+SPEAK_TIMED, STREAM_TIMED = f"{SPEAK}/with-timestamps", f"{STREAM}/with-timestamps"
+PATHS = (SPEAK, STREAM, SPEAK_TIMED, STREAM_TIMED)
 DEFAULT_FORMAT = "mp3_44100_128"
 # Fields of their requests, and of voice_settings, that have no meaning here.
 MEANINGLESS = (
@@ -93,5 +95,30 @@ class ElevenLabsVoices(msgspec.Struct):
     next_page_token: str | None = None
 
 
-FIELDS = dict.fromkeys((SPEAK, STREAM), fields_of(ElevenLabsRequest))
-BODIES = (ElevenLabsRequest, ElevenLabsVoices)
+class CharacterAlignment(msgspec.Struct):
+    """Each character, and the seconds of the audio at which it begins and ends."""
+
+    characters: list[str] = []
+    character_start_times_seconds: list[float] = []
+    character_end_times_seconds: list[float] = []
+
+    def add(self, text: str, start_s: float, end_s: float) -> None:
+        """Add a text whose characters share a time evenly."""
+        share_s = (end_s - start_s) / max(len(text), 1)
+        self.characters += text
+        self.character_start_times_seconds += [round(start_s + i * share_s, 6) for i in range(len(text))]
+        self.character_end_times_seconds += [round(start_s + (i + 1) * share_s, 6) for i in range(len(text))]
+
+
+class TimedAudio(msgspec.Struct):
+    """Audio with the times of its characters: a whole answer, or a line of a stream. alignment: of the text that was
+    sent; null if the model read other words, and in lines of audio. normalized_alignment: of the words that it
+    read."""
+
+    audio_base64: str
+    alignment: CharacterAlignment | None
+    normalized_alignment: CharacterAlignment | None
+
+
+FIELDS = dict.fromkeys(PATHS, fields_of(ElevenLabsRequest))
+BODIES = (ElevenLabsRequest, ElevenLabsVoices, TimedAudio)

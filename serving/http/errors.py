@@ -28,7 +28,7 @@ from serving.http.works import schemas as works
 AWAY_RETRY_S = 1
 SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
 # routes whose requests are counted and logged
-ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, elevenlabs.SPEAK, elevenlabs.STREAM)
+ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name

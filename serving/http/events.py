@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from serving.http.schemas import Error, Usage
 from serving.http.word_times import Word
+from serving.protocol import ModelStage
 
 MAX_MESSAGE_BYTES = 2 << 20  # 30 s of PCM at 24 kHz in base64; a larger recording must be uploaded as a voice
 
@@ -70,6 +71,15 @@ class Configured(msgspec.Struct, tag_field="type", tag="session.configured"):
     warnings: list[str]
 
 
+class ModelLoading(msgspec.Struct, tag_field="type", tag="model.loading"):
+    """How far the model of an utterance is loaded, before its first audio. progress: of this state, 0 to 1."""
+
+    utterance: int
+    model: str
+    state: ModelStage
+    progress: float
+
+
 class AudioStart(msgspec.Struct, tag_field="type", tag="audio.start"):
     """Sent before the first audio of an utterance. sample_rate: the rate that the audio decodes to."""
 
@@ -127,4 +137,6 @@ class Failure(msgspec.Struct, tag_field="type", tag="error"):
     utterance: int | None = None
 
 
-ServerEvent = Configured | AudioStart | AudioChunk | AudioWords | AudioDone | AudioHeard | Failure
+ServerEvent = (
+    Configured | ModelLoading | AudioStart | AudioChunk | AudioWords | AudioDone | AudioHeard | Failure
+)

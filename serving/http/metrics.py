@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from serving.audio.playback import Playback
 from serving.engine_client import EngineClient
-from serving.protocol import Stats
+from serving.protocol import ModelState, Stats
 
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
@@ -91,6 +91,30 @@ BY_MODEL = (
         "Requests that failed because the model computed NaN or infinity.",
     ),
     (CounterMetricFamily, "zoo_queue_seconds", "queue_s", "Total time that requests waited for a slot."),
+)
+
+
+# The same for protocol.ModelState, of models on demand.
+BY_STATE = (
+    (CounterMetricFamily, "zoo_model_loads", "loads", "Times that a model on demand was loaded."),
+    (
+        CounterMetricFamily,
+        "zoo_model_load_failures",
+        "failures",
+        "Times that a model on demand could not be loaded.",
+    ),
+    (
+        CounterMetricFamily,
+        "zoo_model_load_seconds",
+        "load_s",
+        "Total time of loading and warming up models on demand.",
+    ),
+    (
+        GaugeMetricFamily,
+        "zoo_model_planned_bytes",
+        "planned_bytes",
+        "Memory of the device that a model on demand takes once it is loaded, by its memory plan.",
+    ),
 )
 
 
@@ -217,11 +241,29 @@ class EngineCollector(Collector):
             "Times that the engine stopped and was started again.",
             value=self.engine.num_restarts,
         )
+        yield from states_of(self.engine.states)
         stats = self.engine.stats
         if stats is not None and stats.replicas:
             yield from with_replicas({name: figures_of(each) for name, each in stats.replicas.items()})
         elif stats is not None:
             yield from figures_of(stats)
+
+
+def states_of(states: Mapping[str, ModelState]) -> Iterator[Metric]:
+    """Yield the states of models on demand."""
+    loaded = GaugeMetricFamily(
+        "zoo_model_loaded",
+        "1 if a model on demand is loaded, 0 if a request has to load it.",
+        labels=["model"],
+    )
+    for model, state in states.items():
+        loaded.add_metric([model], float(state.stage == "loaded"))
+    yield loaded
+    for kind, name, field, what in BY_STATE:
+        metric = kind(name, what, labels=["model"])
+        for model, state in states.items():
+            metric.add_metric([model], getattr(state, field))
+        yield metric
 
 
 def with_replicas(figures: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:

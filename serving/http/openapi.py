@@ -15,12 +15,20 @@ from litestar.openapi.spec import Components, SecurityRequirement, SecuritySchem
 from serving import protocol
 from serving.http import elevenlabs
 from serving.http.errors import SPEECH
-from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, AudioSegment, TextDelta
+from serving.http.schemas import (
+    BODIES,
+    AudioDelta,
+    AudioDone,
+    AudioError,
+    AudioSegment,
+    ModelLoading,
+    TextDelta,
+)
 from serving.http.server import Server
 from serving.http.word_times import AudioWords
 from serving.http.works import schemas as works
 
-EVENTS = (AudioDelta, TextDelta, AudioSegment, AudioWords, AudioDone, AudioError)
+EVENTS = (ModelLoading, AudioDelta, TextDelta, AudioSegment, AudioWords, AudioDone, AudioError)
 JSON_TYPE = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
 
 

@@ -546,6 +546,9 @@ FIELDS = {
 }
 
 
+LOADED = protocol.ModelState("loaded", 1.0)
+
+
 class Model(msgspec.Struct):
     """OpenAI's model object, with the abilities of the model."""
 
@@ -583,6 +586,8 @@ class Model(msgspec.Struct):
     stream_formats: list[str]
     timestamp_granularities: list[str]
     aliases: list[str] = []  # other names that a request may call it by
+    state: protocol.ModelStage = "loaded"  # "cold": a request loads it (zoo serve --model-dir)
+    progress: float = 1.0  # of loading or warming, 0 to 1
     object: Literal["model"] = "model"
     owned_by: str = "speechzoo"
 
@@ -599,6 +604,7 @@ class Model(msgspec.Struct):
         aliases: Sequence[str] = (),
         *,
         has_words: bool = False,
+        state: protocol.ModelState = LOADED,
     ) -> Model:
         facts = msgspec.structs.asdict(info)
         if info.reference_s is not None:
@@ -613,6 +619,8 @@ class Model(msgspec.Struct):
             stream_formats=["audio", "sse"],
             timestamp_granularities=["segment", *(["word"] if has_words else [])],
             aliases=list(aliases),
+            state=state.stage,
+            progress=state.progress,
         )
 
 
@@ -663,6 +671,19 @@ class VoiceDeleted(msgspec.Struct):
     id: str
     deleted: Literal[True] = True
     object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
+
+
+class ModelHealth(msgspec.Struct):
+    """The state of a model on demand."""
+
+    state: protocol.ModelStage
+    progress: float  # of loading or warming, 0 to 1
+    problem: str  # why it could not be loaded the last time; "": it could
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    status: str
+    models: dict[str, ModelHealth] = {}  # those on demand
 
 
 class Ready(msgspec.Struct):
@@ -720,6 +741,14 @@ class BatchResults(msgspec.Struct):
     object: Literal["audio.speech.batch"] = "audio.speech.batch"
 
 
+class ModelLoading(msgspec.Struct, tag_field="type", tag="speech.model.loading"):
+    """How far a model on demand is loaded, before the first audio. progress: of this state, 0 to 1."""
+
+    model: str
+    state: protocol.ModelStage
+    progress: float
+
+
 class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
     audio: str  # base64
 
@@ -755,6 +784,7 @@ BODIES = (
     VoiceList,
     VoiceDeleted,
     PronunciationList,
+    Health,
     Ready,
     ErrorBody,
 )

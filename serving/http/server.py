@@ -25,7 +25,7 @@ from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.quota import Quota
 from serving.http.references import References
-from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
+from serving.http.schemas import LOADED, ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
 from serving.http.word_times import WordTimes
@@ -69,6 +69,7 @@ class Server:
         pronunciations: Sequence[Pronunciation] = (),
         aligner: Aligner | None = None,
         sentence_gap_s: float | None = None,
+        has_private_metrics: bool = False,
     ) -> None:
         self.engine, self.limits, self.names = engine, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
@@ -88,6 +89,7 @@ class Server:
         self.dictionary = Dictionary(self.voices.directory, pronunciations)  # of all requests
         self.aligner = aligner
         self.sentence_gap_s = sentence_gap_s  # of requests that do not set it
+        self.has_private_metrics = has_private_metrics
         self.created = int(time.time())
 
     async def start_decoders(self) -> None:
@@ -108,6 +110,7 @@ class Server:
                 self.limits,
                 self.names.aliases_of(info.id),
                 has_words=self.aligner is not None,
+                state=self.engine.states.get(info.id, LOADED),
             )
             for info in self.engine.models
         ]

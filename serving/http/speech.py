@@ -33,6 +33,7 @@ from serving.http.schemas import (
     AudioError,
     AudioSegment,
     Model,
+    ModelLoading,
     SpeechRequest,
     TextDelta,
     Usage,
@@ -193,6 +194,8 @@ class Speech:
         """Handle a message from the engine, and return whether more follow. Raises the refusal if nothing
         was sent yet."""
         match message:
+            case protocol.Loading(state=state):
+                await self.tell_loading(state, send)
             case protocol.Audio(pcm=pcm, frames=frames):
                 self.num_frames += frames
                 if pcm:  # empty while the renderer holds everything back
@@ -212,7 +215,12 @@ class Speech:
                 self.replicas = replicas
                 await self.fail(message, send)
         await self.send_words(send)
-        return isinstance(message, protocol.Audio | protocol.Text | protocol.Spoken)
+        return isinstance(message, protocol.Loading | protocol.Audio | protocol.Text | protocol.Spoken)
+
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        """Tell a client of events how far its model is loaded. Others wait."""
+        if self.is_sse:
+            await self.send_event(send, ModelLoading(self.model.id, state.stage, state.progress))
 
     async def take_piece(self, piece: protocol.Spoken, send: Send) -> None:
         """Send the times of a piece, and begin to align its words. Raises AlignerFailed."""
@@ -412,6 +420,9 @@ class Speech:
 
 class PartOfSession(Speech):
     """A request of a WebSocket session, which has no HTTP answer: it raises its errors."""
+
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        """A subclass may have an event for it."""
 
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
         self.is_started = False  # so that it raises: a session has no HTTP body to cut off

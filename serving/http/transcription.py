@@ -84,6 +84,9 @@ class Transcription(Speech):
         message.turns.append(protocol.Turn("user", clip=clip))
         return message
 
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        """OpenAI's events have no place for it."""
+
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         if not isinstance(message, protocol.Text):
             return await super().take(message, send)

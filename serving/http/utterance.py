@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from serving.http.events import (
     AudioHeard,
     AudioStart,
     AudioWords,
+    ModelLoading,
     ServerEvent,
     Timings,
 )
@@ -48,6 +50,7 @@ from zoo.text.pauses import Part, check_total, is_pause, next_part
 from zoo.text.pronunciations import Reader
 
 REFUSED = 400
+LOADING = "model.loading"  # a message of our own from a segment to its utterance
 
 
 class Idle(Exception):
@@ -106,6 +109,9 @@ class Segment(PartOfSession):
         self.asked = asyncio.Event()
         self.words = words  # of the whole utterance
         self.said = text  # with what was fed
+
+    async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
+        await send(cast(Message, {"type": LOADING, "state": state}))
 
     def word_times(self) -> None:
         """The utterance has them."""
@@ -384,6 +390,10 @@ class Utterance:
             await self._send_audio(await self._encode(self.encoder.flush))
         await self._keep_voice(segment)
 
+    async def _tell_loading(self, state: protocol.ModelState) -> None:
+        model = self.settings.model.id
+        await self.send_event(ModelLoading(self.number, model, state.stage, state.progress))
+
     async def _keep_voice(self, segment: Segment) -> None:
         """Keep a random voice: the segment's audio becomes the reference of the next sentences. Raises the
         refusal."""
@@ -404,6 +414,8 @@ class Utterance:
 
     async def _take(self, message: Message) -> None:
         """Encode and send the PCM of a segment."""
+        if message["type"] == LOADING:
+            return await self._tell_loading(cast(Any, message)["state"])
         if message["type"] != "http.response.body" or not message["body"]:
             return
         pcm: bytes = message["body"]

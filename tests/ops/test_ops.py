@@ -12,6 +12,7 @@ import yaml
 from http_server import Server, until
 from shell import ROOT
 
+from serving import protocol
 from serving.http.metrics import OUTCOMES
 
 OPS = ROOT / "ops"
@@ -48,6 +49,9 @@ def exposed(tmp_path_factory):
     """Return the content of /metrics after a request: name -> labels -> values."""
     with Server(tmp_path_factory.mktemp("s")) as server:
         server.speak("frames 3")
+        states = protocol.ModelStates({"fake": protocol.ModelState()})
+        server.call(server.engine.tell, states)
+        until(lambda: ("zoo_model_loaded", "fake") in metrics.samples(server))
         until(lambda: ("zoo_pages",) in metrics.samples(server))
         text = server.http.get("/metrics").text
     found: dict[str, dict[str, set[str]]] = {}

@@ -3,6 +3,7 @@
 "frames 3"      3 frames of 100 samples, then "stop"
 "hold 3"        3 frames, then nothing until cancelled
 "queued"        nothing until cancelled
+"cold 3"        the model is loaded, which `go` holds up in the middle, then 3 frames and "stop"
 "tone 25"       25 frames of 80 ms, 20 ms apart, then "stop"
 "flood 40"      40 frames of 1 MiB, then nothing
 "write 2"       2 frames with a word after each, then "stop"
@@ -294,6 +295,11 @@ class FakeEngine:
                 return send(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
             case "late":
                 return send(protocol.Failed(id, "first audio is expected in 30 s", 503, "engine_full", 30.0))
+            case "cold":
+                send(protocol.Loading(id, protocol.ModelState("loading", 0.0)))
+                await self.go.wait()
+                send(protocol.Loading(id, protocol.ModelState("warming", 0.4)))
+                what = "frames"
             case "die":
                 return self.away()
             case "queued":

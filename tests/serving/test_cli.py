@@ -85,11 +85,12 @@ def test_help_lists_the_commands_in_a_useful_order(zoo):
 
 
 def test_the_help_of_serve_has_panels(zoo):
-    panels = re.findall(r"^╭─ (\w+) ─", zoo("serve", "--help").stdout, re.M)
+    panels = re.findall(r"^╭─ (\w+(?: \w+)*) ─", zoo("serve", "--help").stdout, re.M)
     assert panels == [
         "Arguments",
         "Options",
         "Model",
+        "Models on demand",
         "Memory",
         "Latency",
         "Limits",
@@ -193,6 +194,15 @@ BAD = [
     (["serve", ".", "--max-reference-bytes", "ten"], "4GiB, 512MiB"),
     (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),
     (["serve", ".", "--max-voices", "-1"], "--max-voices"),
+    (["serve", "--keep-alive", "1m"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
+    (["serve", "--model-dir", "/no/such"], "--model-dir"),
+    (["serve", ".", "--model-dir", "zoo"], "--model-dir serves the models in zoo; leave out ."),
+    (["serve", "--model-dir", "zoo", "--replicas", "2"], "leave out --replicas"),
+    (["serve", "--model-dir", "zoo", "--device-map", "auto"], "--device-map is for one model"),
+    (["serve", "--model-dir", "zoo", "--keep-alive", "soon"], "'soon' is not a duration; use 30s, 5m, 1h30m"),
+    (["serve", "--model-dir", "zoo", "--load-wait", "0"], "--load-wait"),
+    (["serve", "--model-dir", "zoo", "--model-memory", "much"], "'much' is not an amount of memory"),
+    (["serve", "--model-dir", "zoo", "--alias", "a=b"], "model 'b' is not served"),
     (["say", "Hello.", "-m", ".", "-o", "/no/such/out.wav"], "cannot be written"),
     (["say", " ", "-m", "."], "no text"),
     (["say", "-", "-m", "."], "no text"),

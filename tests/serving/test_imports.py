@@ -98,9 +98,10 @@ def test_only_the_cluster_imports_ray():
     assert {module for module in others if not module.startswith("serving.cluster.")} == set()
 
 
-def test_the_cluster_knows_neither_http_nor_the_engine():
+@pytest.mark.parametrize("gateway", ["cluster", "on_demand"])
+def test_gateways_know_neither_http_nor_the_engine(gateway):
     wings = ("http", "engine", "cli", "tools")
-    assert importers("serving.cluster", *(f"serving.{wing}" for wing in wings), "torch") == set()
+    assert importers(f"serving.{gateway}", *(f"serving.{wing}" for wing in wings), "torch", "zoo") == set()
 
 
 def test_routes_are_leaves():

@@ -8,7 +8,7 @@ from tiny_aligner import write
 from serving import supervisor
 from serving.cli import common, serve_flags
 from serving.engine.engine_process import Options
-from serving.settings import EngineArguments, HTTPArguments, Settings
+from serving.settings import EngineArguments, HTTPArguments, OnDemand, Settings
 
 FLAGS = {
     "--host": "0.0.0.0",
@@ -81,9 +81,11 @@ def started(monkeypatch):
 
 
 def flat(settings):
-    """Return the value of each setting by panel and name."""
+    """Return the value of each setting by panel and name. Models on demand exclude other settings."""
     values = {}
     for name, value in msgspec.structs.asdict(settings).items():
+        if name == "on_demand":
+            continue
         if isinstance(value, msgspec.Struct):
             values |= {f"{name}.{inner}": v for inner, v in msgspec.structs.asdict(value).items()}
         else:
@@ -108,6 +110,37 @@ def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_pat
     assert "sk-a" not in msgspec.json.encode(settings).decode()
     without_key = {name: value for name, value in FLAGS.items() if name != "--api-key"}
     assert len(flat(settings)) == len(without_key) + 1 + len(paths) // 2  # and the models
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_demand"),
+    [
+        ([], OnDemand(300.0, 300.0, None)),
+        (["--keep-alive", "0"], OnDemand(0.0)),
+        (["--keep-alive", "0s"], OnDemand(0.0)),
+        (["--keep-alive", "90"], OnDemand(90.0)),
+        (["--keep-alive", "1h30m"], OnDemand(5400.0)),
+        (["--keep-alive", "1.5m"], OnDemand(90.0)),
+        (["--keep-alive", "250ms"], OnDemand(0.25)),
+        (["--keep-alive", "-1"], OnDemand(None)),
+        (["--keep-alive", "-1m"], OnDemand(None)),
+        (["--keep-alive", "always"], OnDemand(None)),
+        (["--load-wait", "20", "--model-memory", "4GiB"], OnDemand(300.0, 20.0, 4 << 30)),
+    ],
+)
+def test_models_on_demand_are_the_directories_in_one(started, tmp_path, flags, on_demand):
+    for name in ("b", "a", ".hidden"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "models" / "README.md").write_text("not a model")
+    settings, _ = started("--model-dir", tmp_path / "models", *flags)
+    assert settings.on_demand == on_demand
+    assert settings.models == {name: str(tmp_path / "models" / name) for name in "ab"}
+    assert supervisor.engine_module(settings) == "serving.on_demand.gateway_process"
+
+
+def test_a_directory_without_directories_is_refused(tmp_path):
+    done = zoo("serve", "--model-dir", tmp_path)
+    assert done.returncode == 2 and "each model is a directory in it" in done.stderr
 
 
 def test_two_amounts_of_reference_audio_are_not_mixed_up(started, tmp_path):

@@ -60,6 +60,14 @@ def shown(line):
     return screen(line.console.file.getvalue())
 
 
+def test_the_rate_begins_again_when_a_model_is_unloaded(line):
+    for now_s, audio_s in ((0.0, 10.0), (1.0, 30.0)):
+        line.show(stats(audio_s), now_s)
+    assert "20.0 audio-s/s" in line.line(stats(50.0), 2.0)
+    assert "0.0 audio-s/s" in line.line(stats(5.0), 3.0)
+    assert "3.0 audio-s/s" in line.line(stats(8.0), 4.0)
+
+
 def test_the_line_shows_requests_audio_per_second_and_first_audio(line):
     assert line.line(stats(), 0.0) == "2 speaking, 1 waiting   0.0 audio-s/s"
     assert line.line(stats(6.0, 0.0234), 1.0) == "2 speaking, 1 waiting   6.0 audio-s/s   first audio 23 ms"

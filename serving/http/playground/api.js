@@ -59,12 +59,21 @@ export async function readiness() {
   }
 }
 
+/** The states of models on demand by their names, such as {"anna": {state: "cold", progress: 0}}; {} on other servers. */
+export async function modelStates() {
+  try {
+    return (await (await fetch(new URL("health", ROOT))).json()).models ?? {};
+  } catch {
+    return {};
+  }
+}
+
 export async function listed(path) {
   return (await (await ask(path)).json()).data;
 }
 
 /**
- * Request speech. Yields {type: "start", sampleRate}, then {type: "audio", samples} (Float32Array) and {type: "text", text} as they
+ * Request speech. Yields {type: "start", sampleRate}, {type: "loading", state, progress} while the model is loaded, then {type: "audio", samples} (Float32Array) and {type: "text", text} as they
  * arrive, {type: "words", words} for each piece of the text if `hasWords`, and {type: "done", usage} at the end. Throws ApiError.
  */
 export async function* speech(body, signal, { hasWords = false } = {}) {
@@ -79,6 +88,9 @@ export async function* speech(body, signal, { hasWords = false } = {}) {
   const read = sampleReader();
   for await (const event of events(answer.body)) {
     switch (event.type) {
+      case "speech.model.loading":
+        yield { type: "loading", state: event.state, progress: event.progress };
+        break;
       case "speech.audio.delta":
         yield { type: "audio", samples: read(event.audio) };
         break;

@@ -37,9 +37,7 @@ export class Form {
     const isOther = JSON.stringify(model.options) !== JSON.stringify(this.model?.options);
     if (isOther) $("options").replaceChildren(...model.options.map(optionField));
     this.model = model;
-    const rate = `${model.sample_rate_hz / 1000} kHz`;
-    const licence = model.licence && `Weights: ${model.licence}`;
-    $("model-hint").textContent = [model.family, model.variant, rate, licence].filter(Boolean).join(" · ");
+    this.#showFacts(model);
     this.#showVoices(model);
     const others = model.languages.filter((language) => language !== "auto");
     refill($("language"), [new Option("automatic", ""), ...others.map((language) => new Option(language))]);
@@ -53,6 +51,20 @@ export class Form {
     hide("words", !model.timestamp_granularities.includes("word"));
     $("input").maxLength = model.max_text_chars;
     this.onChange();
+  }
+
+  /** Shows new states of models on demand, by their names. */
+  showStates(states) {
+    for (const model of this.models) Object.assign(model, states[model.id]);
+    this.#showFacts(this.model);
+  }
+
+  #showFacts({ family, variant, sample_rate_hz: rateHz, licence, state, progress }) {
+    const weights = licence && `Weights: ${licence}`;
+    const percent = `${Math.round(100 * progress)} %`;
+    const doing = { loaded: "", cold: "not loaded: the next request loads it", loading: `loading ${percent}`, warming: `warming up ${percent}` };
+    const facts = [family, variant, `${rateHz / 1000} kHz`, weights, doing[state] ?? state];
+    $("model-hint").textContent = facts.filter(Boolean).join(" · ");
   }
 
   /** Lists the model's own voices, uploaded ones and a recording, or the empty choice if the model makes its own voice. */

@@ -1,6 +1,6 @@
 /** The page: waits for the server, requests speech, and shows the result. */
 
-import { ApiError, key, listed, readiness, speech } from "./api.js";
+import { ApiError, key, listed, modelStates, readiness, speech } from "./api.js";
 import { curl, python } from "./code.js";
 import { Form } from "./form.js";
 import { Take } from "./take.js";
@@ -10,6 +10,13 @@ import { Words } from "./words.js";
 import { Works } from "./works.js";
 
 const POLL_MS = 1000;
+const STATES_MS = 3000;
+const DOING = {
+  waiting: "Waiting for memory",
+  loading: "Loading the model",
+  warming: "Warming up",
+  unloading: "Unloading the model, to load it again",
+};
 const IS_MAC = navigator.platform.startsWith("Mac");
 const $ = (id) => document.getElementById(id);
 const wave = new Wave($("wave"));
@@ -35,10 +42,8 @@ async function connect() {
   while (true) {
     const { state, progress, detail } = await readiness();
     if (state === "ready") break;
-    $("waiting").hidden = false;
-    const doing = { loading: "Loading the model", warming: "Warming up" }[state] ?? "Waiting for the server";
-    setText("waiting-state", detail ? `${doing}: ${detail}` : doing);
-    $("waiting-progress").value = progress;
+    const doing = DOING[state] ?? "Waiting for the server";
+    showWaiting(detail ? `${doing}: ${detail}` : doing, progress);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
   }
   $("waiting").hidden = true;
@@ -53,6 +58,21 @@ async function connect() {
   page.isReady = true;
   showButton();
   works.refresh();
+  followStates();
+}
+
+/** Keeps the states of models on demand up to date. */
+async function followStates() {
+  clearTimeout(page.statesTimer);
+  const states = await modelStates();
+  form.showStates(states);
+  if (Object.keys(states).length) page.statesTimer = setTimeout(followStates, STATES_MS);
+}
+
+function showWaiting(text, progress) {
+  $("waiting").hidden = false;
+  setText("waiting-state", text);
+  $("waiting-progress").value = progress;
 }
 
 function askForKey({ message }) {
@@ -89,7 +109,11 @@ async function speak() {
 }
 
 function handle(event, take, context) {
+  if (event.type !== "start") $("waiting").hidden = event.type !== "loading";
   switch (event.type) {
+    case "loading":
+      showWaiting(DOING[event.state] ?? "Loading the model", event.progress);
+      break;
     case "start":
       take.begin(context, event.sampleRate, heardAll);
       follow();
@@ -133,6 +157,7 @@ function stop() {
 function ended() {
   const { take } = page;
   page.isSpeaking = false;
+  $("waiting").hidden = true;
   wave.fit();
   showTake();
   if (take.length) announce(`${take.lengthS.toFixed(1)} seconds of speech`);

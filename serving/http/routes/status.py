@@ -7,7 +7,7 @@ from typing import Any
 from litestar import Request, Response, get
 from litestar.openapi.datastructures import ResponseSpec
 
-from serving.http.schemas import Ready
+from serving.http.schemas import Health, ModelHealth, Ready
 from serving.http.server import Server
 
 NOT_READY = ResponseSpec(Ready, description="not ready; `state` and `progress` say how far it is")
@@ -15,14 +15,18 @@ NUMBERS = ResponseSpec(str, description="metrics for Prometheus", media_type="te
 
 
 @get("/health")
-async def health() -> dict[str, str]:
-    """Return 200 while the HTTP process is alive, whatever the engine's state."""
-    return {"status": "alive"}
+async def health(server: Server) -> Health:
+    """Return 200 while the HTTP process is alive, whatever the engine's state. With models on demand it has
+    their states, unless the metrics are private."""
+    states = {} if server.has_private_metrics else server.engine.states
+    models = {id: ModelHealth(state.stage, state.progress, state.problem) for id, state in states.items()}
+    return Health("alive", models)
 
 
 @get("/ready", responses={503: NOT_READY})
 async def ready(server: Server) -> Response[Ready]:
-    """Return 200 once all models are loaded and warm, so that the first request is as fast as any other."""
+    """Return 200 once all models are loaded and warm, so that the first request is as fast as any other. With
+    models on demand, return it once the server knows its models."""
     status = server.engine.status
     code = 200 if status.state == "ready" else 503
     return Response(Ready(status.state, status.progress, status.detail), status_code=code)

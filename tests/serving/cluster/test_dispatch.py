@@ -10,7 +10,7 @@ from fake_engine import STATS, FakeEngine, frame
 from serving import engine_client, protocol
 from serving.cluster import dispatch, link
 from serving.cluster.dispatch import Dispatcher
-from serving.cluster.gateway import Gateway
+from serving.cluster.gateway import ClusterGateway
 from serving.cluster.link import Address
 from serving.cluster.relay import Relay
 from serving.engine_client import EngineClient
@@ -347,7 +347,7 @@ def test_a_relay_lets_nobody_in_without_its_token(tmp_path, monkeypatch, token):
 def test_replicas_are_one_engine_to_the_http_process(tmp_path):
     async def scene():
         async with cluster(tmp_path, first := FakeEngine(), second := FakeEngine()) as dispatcher:
-            gateway = Gateway(dispatcher, 2)
+            gateway = ClusterGateway(dispatcher, 2)
             path = str(tmp_path / "gateway.sock")
             await gateway.listen(path)
             client = EngineClient(path)
@@ -366,7 +366,7 @@ def test_replicas_are_one_engine_to_the_http_process(tmp_path):
             await until(lambda: client.status.state == "loading")
             for task in running:
                 task.cancel()
-            await gateway.connections.close()
+            await gateway.close()
 
     asyncio.run(scene())
 
@@ -403,7 +403,7 @@ def test_an_error_of_the_gateway_is_told_to_the_client(tmp_path):
                 raise KeyError("a mistake")
 
             dispatcher.choose = broken
-            gateway = Gateway(dispatcher, 1)
+            gateway = ClusterGateway(dispatcher, 1)
             path = str(tmp_path / "gateway.sock")
             await gateway.listen(path)
             client = EngineClient(path)
@@ -413,7 +413,7 @@ def test_an_error_of_the_gateway_is_told_to_the_client(tmp_path):
                 failed = await asyncio.wait_for(inbox.get(), 5)
             assert isinstance(failed, protocol.Failed) and failed.status == 500
             running.cancel()
-            await gateway.connections.close()
+            await gateway.close()
 
     asyncio.run(scene())
 

@@ -8,8 +8,8 @@ from serving import protocol
 from serving.cluster import routing
 from serving.cluster.routing import Ask, Load, ask_of, predicted_s, ranked
 from serving.cluster.scaling import load_of, num_wanted
-from serving.cluster.totals import total
 from serving.histogram import Histogram
+from serving.totals import total
 
 
 def figures(expected_s=(0.1, 0.2, 0.6), **fields):

@@ -174,7 +174,7 @@ def test_private_metrics_need_the_key(tmp_path):
 
 def test_figures_of_replicas_have_a_label(server):
     """Each sample is there once, with the name of its replica."""
-    from serving.cluster.totals import total
+    from serving.totals import total
 
     server.call(server.engine.tell, total({"a": STATS, "b": STATS}))
     server.engine.is_awake = False

@@ -84,6 +84,29 @@ def test_the_page_loads(page, server):
     assert "24 kHz" in shown(page, "model-hint") and "research only" in shown(page, "model-hint")
 
 
+def test_a_model_on_demand_shows_how_far_it_is_loaded(visit, tmp_path):
+    def tell(stage):
+        state = protocol.ModelState(stage, float(stage == "loaded"))
+        server.call(server.engine.tell, protocol.ModelStates({"fake": state}))
+        until(lambda: server.app.state.server.engine.states == {"fake": state})
+
+    with Server(tmp_path) as server:
+        tell("cold")
+        page = visit(server)
+        wait(page, "playground.isReady")
+        assert "not loaded: the next request loads it" in shown(page, "model-hint")
+        assert page.is_hidden("#waiting")
+        server.call(server.engine.go.clear)
+        speak(page, "cold 3")
+        page.wait_for_selector("#waiting", state="visible")
+        assert shown(page, "waiting-state") == "Loading the model"
+        tell("loaded")
+        server.call(server.engine.go.set)
+        wait(page, "playground.take.length > 0 && !playground.take.isComing")
+        assert page.is_hidden("#waiting")
+        until(lambda: "not loaded" not in shown(page, "model-hint"), 10)
+
+
 def test_speech_plays_and_can_be_downloaded(page, server, tmp_path):
     speak(page, "tone 25")
     wait(page, IS_OVER)

@@ -1,4 +1,4 @@
-"""The sum of all replicas' figures, as if they were one engine."""
+"""The sum of several engines' figures, as if they were one engine."""
 
 from __future__ import annotations
 
