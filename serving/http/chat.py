@@ -16,12 +16,12 @@ from litestar.types import Send
 from serving import protocol
 from serving.http.answers import ANSWER_S, Answer
 from serving.http.errors import cut, refusal
+from serving.http.objects import Model
 from serving.http.references import check_duration, unpack
 from serving.http.schemas import (
     AudioPart,
     ChatMessage,
     ChatRequest,
-    Model,
     ResponseFormat,
     SpeechRequest,
     TextPart,

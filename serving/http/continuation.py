@@ -6,8 +6,9 @@ from __future__ import annotations
 from serving import protocol
 from serving.http.chat import FIELD, Chat, check_clips, text_of
 from serving.http.errors import refusal
+from serving.http.objects import Model
 from serving.http.references import LoadedVoice
-from serving.http.schemas import AudioPart, ChatMessage, ChatRequest, Model
+from serving.http.schemas import AudioPart, ChatMessage, ChatRequest
 from serving.http.server import Server
 
 LIMIT = "max_tokens"  # the option that bounds a text; `max_frames` bounds a clip

@@ -22,7 +22,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 
 from serving.engine_client import Away
 from serving.http import elevenlabs, schemas
-from serving.http.schemas import Error, ErrorBody
+from serving.http.objects import Error, ErrorBody
 from serving.http.works import schemas as works
 
 AWAY_RETRY_S = 1

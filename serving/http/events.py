@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.http.schemas import Error, Usage
+from serving.http.objects import Error, Usage
 from serving.http.word_times import Word
 from serving.protocol import ModelStage
 

@@ -17,7 +17,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from serving.http.errors import SPEECH, refusal
-from serving.http.schemas import FIELDS, Model
+from serving.http.objects import Model
+from serving.http.schemas import FIELDS
 
 SIGN = f"{SPEECH}/url"
 EXPIRES, KEY, SIGNATURE = "expires", "key", "signature"

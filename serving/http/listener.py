@@ -24,7 +24,7 @@ from serving.http.accepting import Acceptor
 from serving.http.errors import cut, new_id
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.metrics import Metrics
-from serving.http.schemas import Error, ErrorBody
+from serving.http.objects import Error, ErrorBody
 from serving.http.server import Server
 
 MAX_HEAD_BYTES = 64 << 10  # of a request without its body

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from serving.http.schemas import Model
+from serving.http.objects import Model
 from serving.settings import Aliases
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15

@@ -15,7 +15,7 @@ from litestar.openapi.spec import Components, SecurityRequirement, SecuritySchem
 from serving import protocol
 from serving.http import elevenlabs
 from serving.http.errors import SPEECH
-from serving.http.schemas import (
+from serving.http.objects import (
     BODIES,
     AudioDelta,
     AudioDone,

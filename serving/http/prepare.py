@@ -8,8 +8,9 @@ from litestar import Request
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.http.keys import admit
+from serving.http.objects import ErrorBody, Model
 from serving.http.requests import check, drop_foreign, options_of
-from serving.http.schemas import ErrorBody, Model, SpeechRequest
+from serving.http.schemas import SpeechRequest
 from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
 

@@ -19,12 +19,14 @@ from serving.http import reference_files
 from serving.http.bodies import read_beside
 from serving.http.decoders import Decoders
 from serving.http.errors import refusal
+from serving.http.objects import Model
 from serving.http.quota import Quota
 from serving.http.recordings import Recordings
 from serving.http.reference_files import is_path
-from serving.http.schemas import GivenReference, Limits, Model, SpeechRequest
+from serving.http.schemas import GivenReference, SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference, StoredClip
+from serving.settings import Limits
 from serving.voice_file import Damaged
 from zoo.request import SOUND_ONLY
 

@@ -23,13 +23,15 @@ from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.keys import Keys, current
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
+from serving.http.objects import LOADED, ErrorBody, Model
 from serving.http.quota import Quota
 from serving.http.references import References
-from serving.http.schemas import LOADED, ErrorBody, Limits, Model, SpeechRequest
+from serving.http.schemas import SpeechRequest
 from serving.http.voice_choice import VoiceChoice, VoiceChooser
 from serving.http.voices import Voices, default_directory
 from serving.http.word_times import WordTimes
 from serving.protocol import ModelInfo
+from serving.settings import Limits
 from zoo.text.pronunciations import Lexicon, Pronunciation
 
 if TYPE_CHECKING:  # needs the extra `otel`

@@ -53,9 +53,10 @@ from serving.http.events import (
 from serving.http.foreign import translated
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
+from serving.http.objects import Model
 from serving.http.references import LoadedVoice
 from serving.http.requests import check, drop_foreign, is_default, options_of, request_of
-from serving.http.schemas import Model, SpeechRequest, fields_of
+from serving.http.schemas import SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.socket import SILENT, STOPS, Closed, Socket, away, ended
 from serving.http.utterance import Idle, Settings, Utterance, heard

@@ -26,18 +26,18 @@ from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal, wrong
 from serving.http.keys import current
-from serving.http.references import LoadedVoice
-from serving.http.schemas import (
+from serving.http.objects import (
     AudioDelta,
     AudioDone,
     AudioError,
     AudioSegment,
     Model,
     ModelLoading,
-    SpeechRequest,
     TextDelta,
     Usage,
 )
+from serving.http.references import LoadedVoice
+from serving.http.schemas import SpeechRequest
 from serving.http.sentences import said_s
 from serving.http.server import Server
 from serving.http.voice_choice import VoiceChoice

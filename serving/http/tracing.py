@@ -31,7 +31,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from serving.audio.playback import Playback
 from serving.http.errors import error_of
-from serving.http.schemas import Model, SpeechRequest, Usage
+from serving.http.objects import Model, Usage
+from serving.http.schemas import SpeechRequest
 from serving.http.voice_choice import VoiceChoice
 
 TRACED = "/v1/"  # monitoring polls /health, /ready and /metrics every few seconds, so they are not traced

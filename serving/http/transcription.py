@@ -11,8 +11,9 @@ from litestar.types import Send
 from serving import protocol
 from serving.http.chat import LEAST_S, NO_CHOICE, usage_of
 from serving.http.errors import refusal
+from serving.http.objects import Model
 from serving.http.references import LoadedVoice, check_duration
-from serving.http.schemas import Model, SpeechRequest, TranscriptionRequest
+from serving.http.schemas import SpeechRequest, TranscriptionRequest
 from serving.http.server import Server
 from serving.http.speech import Speech, body
 

@@ -12,7 +12,7 @@ from litestar.exceptions import HTTPException
 from serving.audio import encode
 from serving.audio.pcm import pcm16
 from serving.http.errors import refusal
-from serving.http.schemas import Entry, Model, VoiceList, VoiceObject
+from serving.http.objects import Entry, Model, VoiceList, VoiceObject
 from serving.http.server import Server
 from serving.http.voice_choice import is_own, possible_voices
 from serving.http.voices import Taken, TooMany, clean_name

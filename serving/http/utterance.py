@@ -37,9 +37,10 @@ from serving.http.events import (
     ServerEvent,
     Timings,
 )
+from serving.http.objects import Model, Usage
 from serving.http.recordings import digest
 from serving.http.references import LoadedVoice
-from serving.http.schemas import Model, SpeechRequest, Usage
+from serving.http.schemas import SpeechRequest
 from serving.http.sentences import MarkdownSentences, PassEnd, Sentences
 from serving.http.server import Server
 from serving.http.speech import ENCODING, PartOfSession

@@ -23,7 +23,8 @@ from litestar.exceptions import HTTPException
 
 from serving.http.errors import cut, refusal
 from serving.http.names import Names
-from serving.http.schemas import CLIENT_FIELD, Model, SpeechRequest
+from serving.http.objects import Model
+from serving.http.schemas import CLIENT_FIELD, SpeechRequest
 from serving.http.voices import Voices
 from zoo.request import MAX_SHARES, is_mix, names_in, with_own_names
 

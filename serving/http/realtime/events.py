@@ -13,7 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from serving.audio import voice_activity
 from serving.http.errors import CHAT, cut, refusal, uncapitalized
-from serving.http.schemas import Model, Name, Temperature, Voice
+from serving.http.objects import Model
+from serving.http.schemas import Name, Temperature, Voice
 
 PCM_HZ, G711_HZ = 24_000, 8_000
 MAX_TOKENS = 1_000_000

@@ -19,9 +19,10 @@ from serving.engine_client import Away
 from serving.http.answers import Answer
 from serving.http.chat import check_clips, choice_named, usage_of
 from serving.http.errors import log_refused, outcome_of
+from serving.http.objects import Error, Model
 from serving.http.realtime.conversation import Conversation, Item, Speech, new_id
 from serving.http.realtime.events import Format, Pcm, Pcma, Settings
-from serving.http.schemas import Error, Model, ResponseFormat, SpeechRequest
+from serving.http.schemas import ResponseFormat, SpeechRequest
 from serving.http.server import Server
 from serving.http.socket import away
 from serving.http.speech import PartOfSession

@@ -28,13 +28,13 @@ from serving.http.chat import speaks_in
 from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
+from serving.http.objects import Model
 from serving.http.realtime import events
 from serving.http.realtime.conversation import Conversation, Item, new_id
 from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFields, Settings
 from serving.http.realtime.hearing import Hearing, Started, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
-from serving.http.schemas import Model
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
 

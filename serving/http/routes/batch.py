@@ -19,17 +19,11 @@ from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, error_of, log_refused, outcome_of, refusal
 from serving.http.foreign import translated
 from serving.http.keys import admit
+from serving.http.objects import BatchResult, BatchResults, Model, Usage
 from serving.http.quota import RETRY_S
 from serving.http.references import LoadedVoice
 from serving.http.requests import ForgetfulRequest, check, drop_foreign, is_default, options_of, request_of
-from serving.http.schemas import (
-    BatchResult,
-    BatchResults,
-    Model,
-    SpeechBatch,
-    SpeechRequest,
-    Usage,
-)
+from serving.http.schemas import SpeechBatch, SpeechRequest
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.voice_choice import VoiceChoice
 from serving.http.whole_file import WholeFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from litestar import get
 
-from serving.http.schemas import Choices, Entry, Model, ModelList
+from serving.http.objects import Choices, Entry, Model, ModelList
 from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server
 
 

@@ -7,7 +7,8 @@ import asyncio
 from litestar import Response, get, put, route
 from litestar.openapi.datastructures import ResponseSpec
 
-from serving.http.schemas import ErrorBody, PronunciationList
+from serving.http.objects import ErrorBody
+from serving.http.schemas import PronunciationList
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.uploads import refusals
 

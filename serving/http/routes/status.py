@@ -7,7 +7,7 @@ from typing import Any
 from litestar import Request, Response, get
 from litestar.openapi.datastructures import ResponseSpec
 
-from serving.http.schemas import Health, ModelHealth, Ready
+from serving.http.objects import Health, ModelHealth, Ready
 from serving.http.server import Server
 
 NOT_READY = ResponseSpec(Ready, description="not ready; `state` and `progress` say how far it is")

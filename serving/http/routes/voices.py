@@ -11,7 +11,8 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from serving.http.disconnect import run_while_connected
-from serving.http.schemas import ErrorBody, VoiceDeleted, VoiceList, VoiceName, VoiceObject, VoiceUpload
+from serving.http.objects import ErrorBody, VoiceDeleted, VoiceList, VoiceObject
+from serving.http.schemas import VoiceName, VoiceUpload
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.uploads import (
     as_wav,

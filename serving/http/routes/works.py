@@ -15,7 +15,7 @@ from serving.books.manuscript import BOOK, chapter_file
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
 from serving.http.foreign import translated
-from serving.http.schemas import ErrorBody
+from serving.http.objects import ErrorBody
 from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.works.schemas import WORKS, WorkDeleted, WorkList, WorkObject, WorkUpload
 from serving.http.works.works import Works, options_in

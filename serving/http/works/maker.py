@@ -14,8 +14,9 @@ from serving.books.manuscript import Manuscript, chapter_file, manuscript_at, pa
 from serving.engine_client import Away
 from serving.http.errors import error_of, outcome_of, refusal
 from serving.http.keys import admit, current
+from serving.http.objects import Model
 from serving.http.requests import check, drop_foreign, options_of, request_of
-from serving.http.schemas import Model, SpeechRequest
+from serving.http.schemas import SpeechRequest
 from serving.http.server import Server
 from serving.http.voice_choice import VoiceChoice
 from serving.http.whole_file import WholeFile

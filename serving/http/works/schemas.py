@@ -8,7 +8,8 @@ import msgspec
 from litestar.datastructures import UploadFile
 from msgspec import Meta
 
-from serving.http.schemas import Error, Name, fields_of
+from serving.http.objects import Error
+from serving.http.schemas import Name, fields_of
 
 WORKS = "/v1/audio/works"
 State = Literal["waiting", "speaking", "joining", "complete", "failed"]

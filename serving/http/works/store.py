@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from serving.books.manuscript import BOOK, PARTS, part_file
-from serving.http.schemas import Error
+from serving.http.objects import Error
 from serving.http.works.schemas import ChapterObject, State, WorkObject
 
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories, while a work is added or removed

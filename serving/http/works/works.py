@@ -17,9 +17,9 @@ from litestar.exceptions import HTTPException
 from serving.books.manuscript import manuscript_at
 from serving.http.errors import cut, error_of, refusal
 from serving.http.keys import current
+from serving.http.objects import Error
 from serving.http.quota import Quota
 from serving.http.references import LoadedVoice
-from serving.http.schemas import Error
 from serving.http.server import Server
 from serving.http.works import process
 from serving.http.works.maker import PART_CHARS, Maker, Request, request_for, to_its_end

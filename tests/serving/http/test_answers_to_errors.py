@@ -11,7 +11,7 @@ from fake_engine import READY, frame
 from http_server import Server, error, until
 
 from serving import protocol
-from serving.http.schemas import Limits
+from serving.settings import Limits
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from shell import ROOT
 
 from serving import protocol
 from serving.audio import encode
-from serving.http.schemas import FIELDS, Limits
+from serving.http.schemas import FIELDS
+from serving.settings import Limits
 
 KEY = "sk-test"
 

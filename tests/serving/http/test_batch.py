@@ -17,8 +17,9 @@ from uploads import recording, upload
 
 from serving.http.decoders import Decoders
 from serving.http.routes import batch
-from serving.http.schemas import MAX_BATCH, Limits
+from serving.http.schemas import MAX_BATCH
 from serving.http.voices import Voices
+from serving.settings import Limits
 
 
 @pytest.fixture(scope="module")

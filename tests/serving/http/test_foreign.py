@@ -12,8 +12,8 @@ from websockets.sync.client import connect
 
 from serving.http import reference_files
 from serving.http.names import Names
-from serving.http.schemas import Limits
 from serving.http.ssml import text_of
+from serving.settings import Limits
 
 TONE = base64.b64encode(recording()).decode()
 

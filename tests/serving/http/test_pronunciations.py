@@ -10,7 +10,7 @@ from http_server import Server, error
 from sessions import spoken
 
 from serving.http.dictionary import Dictionary
-from serving.http.schemas import Limits
+from serving.settings import Limits
 
 SHARED = [{"term": "once", "say": "one"}, {"term": "twice", "say": "two", "voice": "ryan"}]
 OWN = [{"term": "twice", "say": "too"}]

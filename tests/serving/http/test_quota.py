@@ -20,8 +20,8 @@ from uploads import recording, upload
 from serving.http.bodies import LARGE_BODY_BYTES, LargeBodies
 from serving.http.decoders import Decoders
 from serving.http.quota import Quota, client_address, site_of
-from serving.http.schemas import Limits
 from serving.http.speech import Speech
+from serving.settings import Limits
 
 BASE64 = base64.b64encode(recording()).decode()
 CLONE = {"model": "cloner", "ref_audio": BASE64}

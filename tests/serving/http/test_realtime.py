@@ -20,8 +20,8 @@ from websockets.sync.client import connect
 from serving.audio import voice_activity
 from serving.http.realtime import events
 from serving.http.realtime.conversation import MAX_ITEMS
-from serving.http.schemas import Limits
 from serving.http.socket import MAX_WRONG
+from serving.settings import Limits
 
 KEY = "sk-here"
 DECLARED = TypeAdapter(RealtimeServerEvent)

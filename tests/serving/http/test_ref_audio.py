@@ -14,8 +14,8 @@ from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error, until
 
 from serving.http import references
-from serving.http.schemas import Limits
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
+from serving.settings import Limits
 
 RATE_HZ = 22050
 LOUD = np.random.default_rng(2).uniform(-0.5, 0.5, (2 * RATE_HZ, 2)).astype(np.float32)  # [N, 2]

@@ -16,9 +16,9 @@ from http_server import Server, until
 from sessions import CHANCE, frames, last_asked, session
 from uploads import recording
 
-from serving.http.schemas import Limits
 from serving.http.sentences import MAX_CHARS, PassEnd, Sentences
 from serving.http.session import MAX_QUEUED
+from serving.settings import Limits
 
 
 @pytest.fixture(scope="module")

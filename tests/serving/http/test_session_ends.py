@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from serving.http import listener
 from serving.http.events import MAX_MESSAGE_BYTES
-from serving.http.schemas import Limits
 from serving.http.socket import MAX_WRONG
+from serving.settings import Limits
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from fake_engine import ANSWERER, CALLER
 from http_server import Server
 from uploads import recording
 
-from serving.http.schemas import Limits
 from serving.http.tools import Calls, read, written
+from serving.settings import Limits
 
 CALL = written("add", '{"a": 1}')
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -6,7 +6,7 @@ from fake_engine import ANSWERER, MODEL, TRANSCRIBER
 from http_server import Server, error
 from uploads import NOISE, RATE_HZ, recording
 
-from serving.http.schemas import Limits
+from serving.settings import Limits
 
 PATH = "/v1/audio/transcriptions"
 WORDS = "Guten Morgen."

@@ -12,9 +12,9 @@ from http_server import Server, error
 from shell import zoo
 from uploads import NOISE, RATE_HZ, recording, stored, upload
 
-from serving.http.schemas import Limits
 from serving.http.voices import Voices
 from serving.protocol import AudioClip, Reference
+from serving.settings import Limits
 from serving.voice_file import StoredVoice
 
 # Voices over HTTP

@@ -11,7 +11,7 @@ from http_server import Server, error, until
 from uploads import recording
 
 from serving.http import text_streams
-from serving.http.schemas import Limits
+from serving.settings import Limits
 
 START = "/generate/stream/start"
 
