@@ -96,6 +96,7 @@ def test_the_help_of_serve_has_panels(zoo):
         "Limits",
         "Security",
         "Replicas",
+        "Long works",
         "Logs",
     ]
 
