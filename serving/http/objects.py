@@ -41,9 +41,8 @@ class Model(msgspec.Struct):
     mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
     shares_turns: bool  # whether a request may continue a conversation
     answers: bool  # whether it answers conversations (POST /v1/chat/completions) instead of speaking texts
-    performs: (
-        bool  # whether the speech routes take a model that answers, too: it performs what the text asks for
-    )
+    # whether the speech routes take a model that answers, too: it performs what the text asks for
+    performs: bool
     # speech, text (without audio), continuation (of a clip), transcript (POST /v1/audio/transcriptions)
     outputs: tuple[str, ...]
     takes_tools: bool  # whether a conversation may have tools
