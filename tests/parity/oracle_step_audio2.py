@@ -133,7 +133,9 @@ def lm_length(lm: Lm, text: str) -> int:
 
 @torch.inference_mode()
 def make_speech(directory: Path, config: Config) -> None:
-    from stepaudio2.flashcosyvoice.utils.audio import mel_spectrogram  # the reference script has stubbed its package
+    from stepaudio2.flashcosyvoice.utils.audio import (
+        mel_spectrogram,  # the reference script has stubbed its package
+    )
 
     flow, vocoder = make_flow(directory, config), make_vocoder(directory, config)
     found: dict[str, Tensor] = {}
