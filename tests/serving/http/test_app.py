@@ -302,6 +302,8 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/audio/voices/{voice_id}/preview",
         "/v1/text-to-speech/{voice_id}",
         "/v1/text-to-speech/{voice_id}/stream",
+        "/v1/text-to-speech/{voice_id}/with-timestamps",
+        "/v1/text-to-speech/{voice_id}/stream/with-timestamps",
         "/v1/voices",
         "/v2/voices",
         "/v1/audio/pronunciations",

@@ -25,6 +25,8 @@ ROUTES = [
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/v1/text-to-speech/{voice_id}"),
     ("POST", "/v1/text-to-speech/{voice_id}/stream"),
+    ("POST", "/v1/text-to-speech/{voice_id}/with-timestamps"),
+    ("POST", "/v1/text-to-speech/{voice_id}/stream/with-timestamps"),
     ("GET", "/v1/voices"),
     ("GET", "/v2/voices"),
     ("GET", "/v1/models"),
