@@ -23,6 +23,7 @@ HARDWARE = ("Architecture", "Model name", "CPU(s)", "Thread(s) per core", "L3 ca
 PACKAGES = ("torch", "numpy", "litestar", "uvicorn", "aiohttp", "av")
 MAX_WRONG = 100  # failures in full
 MAX_LINE = 500  # characters of a line of the log
+MAX_SAMPLES = 300  # in the JSON; the picture has all of them
 BIN_S = 10.0
 
 
@@ -82,7 +83,7 @@ def write(directory: Path, said: About, run: Run, errors: Sequence[str]) -> None
         "strikes": [asdict(strike) for strike in run.strikes],
         "parts": run.parts,
         "idle": {part: one and asdict(one) for part, one in run.idle.items()},
-        "samples": [asdict(one) for one in run.samples],
+        "samples": [asdict(one) for one in run.samples[:: -(-len(run.samples) // MAX_SAMPLES) or 1]],
     }
     (directory / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     (directory / "soak.md").write_text(markdown(facts, run))
