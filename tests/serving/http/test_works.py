@@ -386,8 +386,8 @@ def test_a_client_that_leaves_while_its_document_is_read_leaves_nothing(server, 
     monkeypatch.setattr(process, "_run", lambda *_: hang())
     with pytest.raises(httpx.ReadTimeout):
         server.http.post(WORKS, files={"document": ("b.txt", b"frames 1")}, timeout=0.3)
-    until(lambda: list(where.iterdir()) == [])
-    assert server.app.state.works.reading.num_held == 0 and server.app.state.works.num_new == 0
+    works = server.app.state.works
+    until(lambda: works.reading.num_held == works.num_new == 0 and list(where.iterdir()) == [])
 
 
 # What is refused
