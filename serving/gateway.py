@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -38,7 +39,7 @@ class Requests(Protocol):
     def heard(self, id: str, frames: int, /) -> None: ...
 
 
-class Gateway:
+class Gateway(ABC):
     """The engine's side of the protocol. A subclass says in which state the engines are."""
 
     def __init__(self, requests: Requests):
@@ -47,14 +48,14 @@ class Gateway:
         self.connections = Connections(self._connection)
         self.server: asyncio.Server | None = None
 
+    @abstractmethod
     def state(self) -> tuple[protocol.Message, ...]:
         """Return the models and the status. The status comes last, so a client that hears of a ready engine
         has its models already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def figures(self) -> tuple[protocol.Message, ...]:
         """Return the sum of all engines' figures, if there are any."""
-        raise NotImplementedError
 
     async def listen(self, path: str) -> None:
         self.server = await asyncio.start_unix_server(self.connections.accept, path)

@@ -92,7 +92,8 @@ class Maker:
                 for _ in range(AT_ONCE):
                     group.create_task(self._speak_all(missing))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            _, unexpected = errors.split((HTTPException, OSError))
+            raise (unexpected or errors).exceptions[0] from None
         for number in range(1, len(work.facts.chapters) + 1):  # those that an end of the server left behind
             await self._join_chapter(number)
         await self._join_book()
