@@ -27,7 +27,6 @@ from benchmarks.rehearsal.cards import CARDS, GRAPH_LAUNCH_US, Card
 from benchmarks.rehearsal.costs import APART, CLIP_S, Counts, Part, Row, reads_pages
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
 from benchmarks.rehearsal.simulation import Load, Server
-from serving.engine.engine import CODECS
 
 COUNTS = Path(__file__).parent / "counts"
 STREAMS = 64
