@@ -107,7 +107,7 @@ class CodecState:
 
     def _keep(self, layer: Stateful, kept: Tensor) -> None:
         """Store the layer's past [B, *state_shape] of the next pass."""
-        self.kept[str(layer.state_name)] = kept.flatten(1)
+        self.kept[str(layer.state_name)] = kept.flatten(1).to(self.rows.dtype)
 
     def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the layer's past [B, C, length], and keep the end of before(x), x [B, C, N], for the next

@@ -27,7 +27,6 @@ from zoo.contract import NEVER, Family, Lane, Prompt, View
 from zoo.nn import flashinfer_attention
 from zoo.nn.rows import to_device
 
-
 NARROW_CODECS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CODECS = ("float32", "tf32", *NARROW_CODECS)
 
