@@ -143,7 +143,7 @@ def measure(engine: Engine, streams: int, alone_s: float, clip_s: float, clips: 
     talk.run_while(lambda: time.perf_counter() < until_s)
     end_s = time.perf_counter() + alone_s
     alone = talk.run_while(lambda: time.perf_counter() < end_s)
-    with ThreadPoolExecutor(1, "prompt", threads.use_one_thread) as pool:
+    with ThreadPoolExecutor(1, "prompt", threads.work_in_background) as pool:
         encoding = pool.submit(encode_all, family, clip_s, clips)
         beside = talk.run_while(lambda: not encoding.done())
     took_s = encoding.result()

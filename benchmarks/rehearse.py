@@ -42,7 +42,7 @@ from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
 from compile_cache import choices
 from compile_cache.strategy import Eager, Parts
-from serving.engine.engine import CODECS
+from serving.engine.device.runner import CODECS
 from serving.engine.memory.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
 from zoo.nn.swiglu import WAYS

@@ -58,5 +58,5 @@ class Strategy:
     # Sizes of recorded launches; a smaller batch is padded up to one of them. Steps are bound by reading
     # weights, and eight rows take less time than one or four (benchmarks/LOG.md); renders are bound by
     # arithmetic. No size is 1, which would need one more graph.
-    batches: tuple[int, ...] = (8, 16, 32, 64)
-    render_batches: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    batches: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
+    render_batches: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from compile_cache import limits
 
 SMALL_BYTES = 64 << 20
+GIVES_WAY = 5  # steps of niceness: a third of the time of a core that another thread wants too
 
 
 def set_num_threads(model: nn.Module) -> int:
@@ -39,6 +42,18 @@ def threads_of_quota(num: int) -> int:
     if cores is None or "OMP_NUM_THREADS" in os.environ:
         return num
     return max(1, min(num, int(cores)))
+
+
+def work_in_background() -> None:
+    """Make the calling thread compute alone and give way to the process's other threads.
+
+    A step's threads wait for each other at every product. If an encoder takes the core of one of them, all of
+    them wait (benchmarks/LOG.md). Only Linux knows priorities of threads.
+    """
+    use_one_thread()
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + GIVES_WAY))
 
 
 def use_one_thread() -> None:

@@ -27,7 +27,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
     weights: str = "published"  # on a CPU: "published" or "int8"
     chunked: bool = False  # models that render whole speeches render them in chunks
-    codec: str = "float32"  # the precision of a GPU's renders: "tf32" or "float32"
+    codec: str = "float32"  # the precision of a GPU's renders
     attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"
     deterministic: bool = False  # equal requests give equal bytes under any load
     compile: bool = True

@@ -61,7 +61,7 @@ class Rehearsed(Runner):
             self.log.repeat(counted)
             return out
         before = self.log.counted()
-        with self.log.of("recorded"), tf32(self.codec == "tf32"):
+        with self.log.of("recorded"), tf32(self.codec != "float32"):
             out = self.plain[2](_own(view))
         self.renders[shape] = [now - past for now, past in zip(self.log.counted(), before, strict=True)], out
         return out

@@ -27,7 +27,7 @@ def write(family: str, size: str, path: Path) -> Path:
     bf16: a file in fp32 may be larger than the memory, and cannot be mapped then."""
     if not path.exists():
         with (
-            mock.patch.object(synthetic, "write_tensors", _write_holes),
+            mock.patch.object(synthetic, "write_tensors", write_holes),
             mock.patch.object(synthetic, "fill", _one_zero),
             mock.patch.object(Tensor, "to", _to),
         ):
@@ -35,7 +35,7 @@ def write(family: str, size: str, path: Path) -> Path:
     return path
 
 
-def _write_holes(
+def write_holes(
     path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     """Replace `synthetic.write_tensors`: write a file with holes instead of values."""

@@ -76,10 +76,10 @@ Device = Annotated[
     ),
 ]
 Codec = Annotated[
-    Literal["float32", "tf32"],
+    Literal["float32", "tf32", "fp16", "bf16"],
     Option(
-        help="The codec multiplies in this format on a GPU; tf32 is faster, and zoo parity measures its "
-        "error.",
+        help="The codec multiplies in this format on a GPU; shorter ones are faster, and zoo parity measures "
+        "their error.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -84,7 +84,7 @@ class Bridge:
         self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt", threads.use_one_thread)
         # A recording, or a text that is normalised, takes a hundred times longer than a plain text, which
         # must not wait for it.
-        self.slow_pool = ThreadPoolExecutor(PROMPT_THREADS, "slow-prompt", threads.use_one_thread)
+        self.slow_pool = ThreadPoolExecutor(PROMPT_THREADS, "slow-prompt", threads.work_in_background)
         self.events: list[tuple[Client, str, Event]] = []  # of this iteration, on the engine's thread
         self.messages: dict[str, protocol.Speak] = {}  # of requests whose prompts are not begun
         self.fed: dict[str, OpenRequest] = {}

@@ -27,7 +27,7 @@ from serving.engine.composer import Composer
 from serving.engine.counters import IterationCounters
 from serving.engine.device import warmup
 from serving.engine.device.arena import Arena
-from serving.engine.device.runner import Runner
+from serving.engine.device.runner import CODECS, Runner
 from serving.engine.events import OUT_OF_MEMORY, Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.inbox import Inbox
 from serving.engine.intake import Full, Intake, Limits
@@ -47,7 +47,6 @@ from zoo.request import Request
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "QueuedRequest", "Spoken", "Text"]
 
 STOPPED = "the engine stopped while it worked on this request"
-CODECS = ("float32", "tf32")
 
 
 class Engine:
@@ -61,7 +60,7 @@ class Engine:
     metered listener may leave; then it is paused by backpressure, and after max_stall_s its request fails.
     reference_memory_bytes: of the recordings of all requests whose prompts are not made yet; one request may
     have more. kv_memory_bytes None: for each model room for 1,024 positions a slot, and for one request of
-    the model's longest. codec: in which precision a GPU renders, "tf32" or "float32". attention: of a GPU's
+    the model's longest. codec: in which precision a GPU renders, one of `CODECS`. attention: of a GPU's
     steps, "auto", "triton" or "flashinfer". after_turn: called on the engine's thread when all audio of an
     iteration was delivered, or some of it while more is made.
     Raises ValueError for settings that leave no room.
@@ -293,7 +292,7 @@ def check_settings(families: Mapping[str, Family[Any]], codec: str, max_slots: i
     device = next(iter(families.values())).device
     if device.type == "meta":
         raise ValueError("a model on device meta has shapes and no values: it cannot speak")
-    if codec == "tf32" and device.type != "cuda":
-        raise ValueError(f"codec tf32 is arithmetic of a GPU, and the model is on {device.type}: use float32")
+    if codec != "float32" and device.type != "cuda":
+        raise ValueError(f"codec {codec} is for GPUs, and the model is on {device.type}: use float32")
     if max_slots < 1:
         raise ValueError(f"max_slots is {max_slots}; at least 1 is needed")

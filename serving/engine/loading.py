@@ -18,6 +18,7 @@ from serving.engine.options import Options
 from zoo.contract import Family
 
 CPU_SLOTS = 8
+CPU_THROUGHPUT_SLOTS = 64  # at most, where no listener waits
 PLACED_SLOTS = 4  # with a device map, slots and layers compete for memory, and each launch is slow
 CPU_PART = 0.5  # of the host's memory, for a throughput engine without max_slots
 
@@ -112,4 +113,4 @@ def cpu_slots(options: Options) -> int:
         slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
     except ValueError:  # not even one: loading says what is possible
         return CPU_SLOTS
-    return max(slots, CPU_SLOTS)
+    return max(min(slots, CPU_THROUGHPUT_SLOTS), CPU_SLOTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,13 @@ def test_the_host_of_a_gpu_computes_with_one_thread(monkeypatch):
         side = 1 + int((threads.SMALL_BYTES / 4) ** 0.5)
         threads.set_num_threads(nn.Linear(side, side, device=device))
     assert asked == [1, 16]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_thread_in_the_background_gives_way_to_the_others():
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    with ThreadPoolExecutor(1, initializer=threads.work_in_background) as pool:
+        assert pool.submit(niceness).result() == min(19, niceness() + threads.GIVES_WAY)
+        assert pool.submit(torch.get_num_threads).result() == 1

@@ -50,6 +50,13 @@ class Family(nn.Module, ABC, Generic[S]):
         """Let `render` begin before a speech is complete, although its samples then differ from those of the
         whole. Families whose chunks are exact have nothing to change."""
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        """Compute the codec's large convolutions in `dtype`, of 16 bits. Raises ValueError for a codec that
+        has no such form."""
+        raise ValueError(
+            f"the codec of {self.spec.family} has no form in 16 bits; possible for --codec: float32, tf32"
+        )
+
     # on the host, outside the engine's loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, to_rows
 from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake
 from zoo.nn.snake import Snake
 
@@ -72,6 +72,11 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.tail.weight.dtype
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Compute the convolutions of the blocks and the one before over rows in `dtype`. Snakes, biases, the
+        last convolution, a stream's state and all layers before stay in fp32."""
+        to_rows((self.stem, self.blocks), dtype)
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] in [-1, 1] and the next rows.

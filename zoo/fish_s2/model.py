@@ -178,6 +178,9 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
         return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.codec.decoder.to_rows(dtype)
+
     def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
         rows = state.codec_state[view.slots]
         samples, after = self.codec.decoder(state.window(view), rows, view.start, view.count)

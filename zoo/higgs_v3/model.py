@@ -136,6 +136,9 @@ class HiggsV3(Family[HiggsState]):
         drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))
         state.step(slots, drawn, c.begin, c.end)
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.codec.decoder.to_rows(dtype)
+
     def render(self, state: HiggsState, view: View) -> tuple[Tensor, Tensor]:
         """Render a window. The codec also reads ten frames on each side of it from the tape, which ends after
         the last ready frame."""

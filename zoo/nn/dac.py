@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.nn.residual import ShortFilters, UpsamplingFilters, is_faster, pointwise, strides_apart
+from zoo.nn.conv import convolve_rows, rows_of, strides_apart, upsampling_taps
+from zoo.nn.residual import ShortFilters, UpsamplingFilters, is_faster, pointwise
 from zoo.nn.snake import Snake
 from zoo.nn.stretch import Stretch
 
@@ -56,6 +57,17 @@ class Conv(nn.Conv1d, ShortFilters):
     weight: nn.Parameter
     bias: nn.Parameter
 
+    is_in_rows = False
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Let `forward` read and return rows in `dtype`."""
+        self.is_in_rows, self.weight = True, rows_of(self.weight, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_in_rows:
+            return super().forward(x)
+        return convolve_rows(x, self.weight, self.bias, self.dilation[0])
+
 
 class Unit(Residual):
     """The decoder's residual unit. On a CPU that supports it, it is one kernel; the encoder gains nothing
@@ -79,6 +91,19 @@ class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
 
     weight: nn.Parameter
     bias: nn.Parameter
+
+    is_in_rows = False
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Let `forward` read and return rows in `dtype`. The weight becomes that of a convolution."""
+        taps = upsampling_taps(self.weight, self.stride[0])
+        self.is_in_rows, self.weight = True, rows_of(taps, dtype)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if not self.is_in_rows:
+            return super().forward(x, output_size)
+        [rate] = self.stride
+        return strides_apart(convolve_rows(x, self.weight, self.bias.repeat(rate)), rate)
 
 
 class Block(nn.Module):
@@ -163,6 +188,12 @@ class Decoder(nn.Module):
         stretch.shorten(KERNEL // 2)
         x = x[:, stretch.before : x.shape[1] - stretch.after]
         return x.tanh() if self.is_bounded else x
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Compute the blocks' convolutions over rows in `dtype`; the rest stays in fp32."""
+        for layer in self.blocks.modules():
+            if isinstance(layer, Conv | Upsampling):
+                layer.to_rows(dtype)
 
     def spoken(self, x: Tensor) -> Tensor:
         """[B, C, N] -> [B, 1, N - KERNEL + 1]"""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import kernels
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, strides_apart, upsampling_taps
 from zoo.nn.snake import Snake, SnakeBeta
 
 # The fewest rows (positions of a signal, per phase of a dilated convolution) for which the kernel is faster;
@@ -54,8 +54,7 @@ class UpsamplingFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        taps = self.weight.detach().unflatten(2, (2, -1)).flip(2)  # [C, Cout, 2, stride]
-        return kernels.nine_filters(taps.permute(3, 1, 0, 2).flatten(0, 1))
+        return kernels.nine_filters(upsampling_taps(self.weight, self.weight.shape[2] // 2))
 
     @cached_property
     def biases(self) -> Tensor:
@@ -128,11 +127,6 @@ def upsample_snake(
     return strides_apart(
         kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1, past=past), up.stride
     )
-
-
-def strides_apart(y: Tensor, stride: int) -> Tensor:
-    """y [B, stride * C, N] -> [B, C, N * stride]; channels are contiguous in both."""
-    return y.mT.reshape(len(y), y.shape[2] * stride, -1).mT
 
 
 def pointwise(snake: Snake | SnakeBeta, conv: ShortFilters) -> kernels.Pointwise:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from zoo.checkpoint.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
 from zoo.checkpoint.stack import StackConfig
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach, to_rows
 from zoo.nn.linear import SwiGLU
 from zoo.nn.mimi_encoder import Encoder
 from zoo.nn.norm import RMSNorm
@@ -169,6 +169,11 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.tail.weight.dtype
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Compute the convolutions of the blocks and the one before over rows in `dtype`. Snakes, biases, the
+        last convolution, a stream's state and all layers before stay in fp32."""
+        to_rows((self.stem, self.blocks), dtype)
 
     def prepare(self) -> None:
         """Precompute the tensors that depend only on the weights."""

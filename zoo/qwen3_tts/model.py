@@ -287,6 +287,9 @@ class Qwen3TTS(Family[Qwen3State]):
         )
         return logits.masked_fill(early | self.never, -torch.inf)
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.codec.decoder.to_rows(dtype)
+
     def render(self, state: Qwen3State, view: View) -> tuple[Tensor, Tensor]:
         start = state.num_prompt_frames[view.slots] + view.start  # frames that the codec has decoded
         samples, after = self.codec.decoder(

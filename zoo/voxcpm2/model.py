@@ -219,6 +219,9 @@ class VoxCPM2(Family[VoxState]):
             .to(self.dtype)
         )
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.vae.decoder.to_rows(dtype)
+
     def render(self, state: VoxState, view: View) -> tuple[Tensor, Tensor]:
         latents = state.window(view).flatten(1, 2).mT.to(state.codec_state.dtype)  # [B, D, F * P]
         samples, after = self.vae.decoder(latents, state.codec_state[view.slots], view.count, view.frames)

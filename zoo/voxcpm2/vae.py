@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach
+from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach, to_rows
 from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
@@ -96,6 +96,11 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.tail.weight.dtype
+
+    def to_rows(self, dtype: torch.dtype) -> None:
+        """Compute the convolutions of the blocks and the one before over rows in `dtype`. Snakes, biases, the
+        last convolution, a stream's state and all layers before stay in fp32."""
+        to_rows((self.widen, self.blocks), dtype)
 
     def forward(self, latents: Tensor, rows: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
         """Return samples in [-1, 1] and the rows for the next call.

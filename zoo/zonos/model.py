@@ -214,6 +214,9 @@ class Zonos(Family[ZonosState]):
         drawn = draw(logits, temperature, top_k, top_p, noise)
         state.step(slots, drawn.unflatten(0, (-1, BOOKS)))
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.codec.decoder.to_rows(dtype)
+
     def render(self, state: ZonosState, view: View) -> tuple[Tensor, Tensor]:
         """Render a window. The codec also reads ten frames on each side of it: from the tape, which ends
         after the last ready frame, and from the audio that the speech continues."""

@@ -27,11 +27,14 @@ from zoo.contract import NEVER, Family, Lane, Prompt, View
 from zoo.nn import flashinfer_attention
 from zoo.nn.rows import to_device
 
+NARROW_CODECS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CODECS = ("float32", "tf32", *NARROW_CODECS)
+
 
 class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
-    prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, "tf32" or "float32".
+    prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, one of `CODECS`.
     attention: of a GPU's steps, one of `flashinfer_attention.KINDS`; ValueError if it is not possible.
     observer: is told of each launch once it returned, and of each wait for the device. timer: times launches.
     """
@@ -56,6 +59,8 @@ class Runner:
         self.device = family.device
         self.streams = arena.streams
         self.codec = codec
+        if (narrow := NARROW_CODECS.get(codec)) is not None:
+            family.narrow_codec(narrow)
         self.is_recorded = family.device.type == "cuda"
         self.state = family.state(num_slots)
         page_rows = arena.page_rows(family)

@@ -109,7 +109,7 @@ def warm_render(runner: Runner, frames: int, length: int) -> None:
         view = nothing_of(runner, size, frames, length)
         if runner.lowered.how[2] == Whole():
             any_size((view.slots, view.start, view.count, view.is_last), 0, "batch")
-        with tf32(runner.codec == "tf32"):
+        with tf32(runner.codec != "float32"):
             runner.lowered.render_graphs.record(
                 ("render", size, frames, length), partial(runner.lowered.render, view)
             )

@@ -9,6 +9,7 @@ from models import directory, family
 import zoo
 from serving.engine.loading import CPU_PART, sizes
 from serving.engine.memory.memory_plan import (
+    SLOTS,
     SPARE_PART,
     Peak,
     _encoder_bytes,
@@ -125,7 +126,7 @@ def test_slots_are_as_many_as_fit_the_memory():
     assert fit([model], exact.total) == (8, exact.kv_cache)
     slots, kv_memory_bytes = fit([model], exact.total - 1)
     assert slots == 4 and kv_memory_bytes > exact.kv_cache // 2
-    assert fit([model], 1 << 40)[0] == 64
+    assert fit([model], 1 << 40)[0] == SLOTS[0]
     assert fit([model], 1 << 40, max_slots=3)[0] == 3
     with pytest.raises(ValueError, match=r"the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
         fit([model], 1000)
