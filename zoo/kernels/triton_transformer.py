@@ -12,20 +12,29 @@ input while its sums are in registers. Results are rounded where the plain opera
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132  # a launch of fewer leaves processors of an H100 idle
-# Rows of a program by the largest number of rows of a launch. A tile of few rows reads the weights more often.
-ROWS = {128: 32, 1536: 64}
-MOST_ROWS = 128  # with more rows than any of ROWS
-TILE = 128 * 256  # numbers of x that a program normalizes, at most
-MLP_ROWS = {1024: 16, 2048: 32}  # rows of a program of `_norm_mlp`, likewise
-MLP_MOST_ROWS = 64
+Entry = TypeVar("Entry")
+PROCESSORS = 132  # of an H100
+LARGE_BYTES = 180 << 10  # of shared memory per program; an H100 has more, an RTX 4090 less
+# Tables are keyed by the largest number of rows of a launch; the last entry is for more. A launch of few rows
+# has small tiles, because it has too few of large ones for a GPU's processors.
+# `_norm_linear`: rows of a program, and how many programs a processor runs at once
+NORM_TILES: dict[int, tuple[int, int]] = {192: (32, 2), 4096: (64, 2), 1 << 62: (128, 1)}
+LARGE_TILE, SMALL_TILE = 128 * 256, 64 * 256  # numbers of x in a program
+# `_linear_add`: rows, columns, values of both that are multiplied at once, warps, and pipeline stages
+ADD_TILES: dict[int, tuple[int, int, int, int, int]] = {
+    192: (16, 32, 128, 4, 4),
+    768: (32, 32, 128, 4, 4),
+    4096: (64, 64, 64, 4, 4),
+    1 << 62: (128, 64, 64, 8, 4),
+}
+MLP_ROWS = {1024: 16, 4096: 32, 1 << 62: 64}  # of a program of `_norm_mlp`
 
 
 @triton.jit
@@ -161,10 +170,11 @@ def _norm_mlp(
     kind = out.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d, n = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
-    at = (row % rows)[:, None] * WIDTH + d[None, :]
+    at, is_there = (row % rows)[:, None] * WIDTH + d[None, :], (row < rows)[:, None]
     z = _product(y, weight, row % rows, d, INNER, ROWS, WIDTH, STEP)
     z = (z + tl.load(bias + d).to(tl.float32)[None, :]).to(kind).to(tl.float32)
     middle = (tl.load(x + at) + z).to(kind)
+    tl.store(out + at, middle, mask=is_there)  # until the end; it would take too many registers
     normed = _normed(middle.to(tl.float32), norm_weight, norm_bias, eps, WIDTH).to(kind)
     z = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in tl.range(0, HIDDEN, BLOCK, num_stages=STAGES):
@@ -173,44 +183,49 @@ def _norm_mlp(
         factor = tl.load(narrow_weight + d[None, :] * HIDDEN + (start + n)[:, None])
         z = tl.dot(wide, factor, z)
     z = (z + tl.load(narrow_bias + d).to(tl.float32)[None, :]).to(kind).to(tl.float32)
-    tl.store(out + at, (middle + z).to(kind), mask=(row < rows)[:, None])
+    tl.debug_barrier()
+    middle = tl.load(out + at)
+    tl.store(out + at, (middle + z).to(kind), mask=is_there)
 
 
-def _rows(num: int, by_most: dict[int, int], most: int) -> int:
-    return next((rows for limit, rows in by_most.items() if num <= limit), most)
+def _for_rows(num: int, table: dict[int, Entry]) -> Entry:
+    return next(entry for most, entry in table.items() if num <= most)
 
 
-def norm_constants(num: int, out: int, width: int, is_gelu: bool) -> dict[str, Any]:
-    """Return the compile-time constants of `_norm_linear` for `num` rows."""
-    rows = min(_rows(num, ROWS, MOST_ROWS), TILE // width)
-    columns = max(16, min(64, triton.next_power_of_2(out), TILE // 2 // width))
-    sizes = {"OUT": out, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "IS_GELU": is_gelu, "STAGES": 2}
-    return sizes | {"num_warps": 8 if rows > 64 else 4}
+def norm_constants(num: int, out: int, width: int, is_gelu: bool, shared_bytes: int) -> dict[str, Any]:
+    """Return the compile-time constants of `_norm_linear` for `num` rows. shared_bytes: the shared memory that
+    a program of the device can have."""
+    tile = LARGE_TILE if shared_bytes >= LARGE_BYTES else SMALL_TILE
+    rows = min(_for_rows(num, NORM_TILES)[0], tile // width)
+    columns = min(64, triton.next_power_of_2(out), tile // 2 // width)
+    sizes = {"OUT": out, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "IS_GELU": is_gelu}
+    return sizes | {"STAGES": 2 if rows == 64 else 3, "num_warps": 8 if rows > 64 else 4}
 
 
 def share(num: int, sizes: dict[str, Any]) -> int:
-    """Return how many columns a program of `_norm_linear` computes: as many as leave no processor idle."""
+    """Return how many columns a program of `_norm_linear` computes: so many that all programs run at once, if
+    their rows allow it."""
     tiles, blocks = triton.cdiv(num, sizes["ROWS"]), triton.cdiv(sizes["OUT"], sizes["COLUMNS"])
-    parts = min(blocks, triton.cdiv(2 * PROGRAMS, tiles))
-    return triton.cdiv(blocks, parts) * sizes["COLUMNS"]
+    parts = max(1, PROCESSORS * _for_rows(num, NORM_TILES)[1] // tiles)
+    return triton.cdiv(blocks, min(blocks, parts)) * sizes["COLUMNS"]
 
 
 def add_constants(num: int, out: int, width: int) -> dict[str, Any]:
     """Return the compile-time constants of `_linear_add` for `num` rows."""
-    rows = _rows(num, ROWS, MOST_ROWS)
-    columns = min(32 if rows < MOST_ROWS and num <= 512 else 64, triton.next_power_of_2(out))
-    step = min(128 if rows <= 32 else 64, triton.next_power_of_2(width))
+    rows, columns, step, num_warps, num_stages = _for_rows(num, ADD_TILES)
+    columns, step = min(columns, triton.next_power_of_2(out)), min(step, triton.next_power_of_2(width))
     sizes = {"OUT": out, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "STEP": step}
-    return sizes | {"num_warps": 8 if rows > 64 else 4, "num_stages": 3}
+    return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
 
-def mlp_constants(num: int, inner: int, width: int, hidden: int) -> dict[str, Any]:
+def mlp_constants(num: int, inner: int, width: int, hidden: int, shared_bytes: int) -> dict[str, Any]:
     """Return the compile-time constants of `_norm_mlp` for `num` rows: sizes at which its registers do not
-    spill (the build test checks that)."""
-    rows = _rows(num, MLP_ROWS, MLP_MOST_ROWS)
+    spill (the build test checks that). shared_bytes: as for `norm_constants`."""
+    rows, is_large = _for_rows(num, MLP_ROWS), shared_bytes >= LARGE_BYTES
     sizes = {"INNER": inner, "WIDTH": width, "HIDDEN": hidden, "ROWS": rows}
-    sizes |= {"STEP": min(32, triton.next_power_of_2(inner)), "BLOCK": min(32, hidden), "STAGES": 2}
-    return sizes | {"num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+    block = 64 if is_large else 32
+    sizes |= {"STEP": min(block, triton.next_power_of_2(inner)), "BLOCK": min(block, hidden)}
+    return sizes | {"STAGES": 2 if rows > 32 else 3, "num_warps": 8, "num_stages": 3 if is_large else 2}
 
 
 def norm_linear(
@@ -218,7 +233,7 @@ def norm_linear(
 ) -> Tensor:
     """Do the same as `zoo.nn.transformer.norm_linear`, and apply GELU if there is a bias."""
     flat, out = _flat(x), x.new_empty(*x.shape[:-1], len(weight))
-    sizes = norm_constants(len(flat), *weight.shape, bias is not None)
+    sizes = norm_constants(len(flat), *weight.shape, bias is not None, _shared_bytes(x))
     columns = share(len(flat), sizes)
     grid = triton.cdiv(len(flat), sizes["ROWS"]), triton.cdiv(len(weight), columns)
     given = flat, norm_weight, norm_bias, weight, weight if bias is None else bias
@@ -269,11 +284,17 @@ def mlp_in_one(
 ) -> Tensor:
     """Do the same as `zoo.nn.transformer.after_attention`, in one launch."""
     flat, more = _flat(y), _flat(x)
-    out, sizes = torch.empty_like(more), mlp_constants(len(flat), y.shape[-1], x.shape[-1], len(wide_weight))
+    widths = y.shape[-1], x.shape[-1], len(wide_weight)
+    out, sizes = torch.empty_like(more), mlp_constants(len(flat), *widths, _shared_bytes(x))
     before, after = (weight, bias, more), (wide_weight, wide_bias, narrow_weight, narrow_bias)
     grid = (triton.cdiv(len(flat), sizes["ROWS"]),)
     _norm_mlp[grid](flat, *before, norm_weight, norm_bias, *after, out, len(flat), eps, **sizes)
     return out.view(x.shape)
+
+
+def _shared_bytes(x: Tensor) -> int:
+    card: Any = torch.cuda.get_device_properties(x.device)  # has more than its stubs
+    return card.shared_memory_per_block_optin
 
 
 def _flat(x: Tensor) -> Tensor:

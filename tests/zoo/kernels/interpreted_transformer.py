@@ -3,6 +3,8 @@ test_triton.py runs this file in a new process."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bf16_products import multiply_numbers, round_numbers
@@ -18,6 +20,7 @@ EXAMPLES = settings(max_examples=8, deadline=None, derandomize=True, database=No
 BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-5
 TINY, PUBLISHED = (16, 16), (256, 512)  # channels, and numbers of all heads
+SMALL_CARD, LARGE_CARD = 101376, 232448  # bytes of shared memory per program
 AFTER = {"fused": triton_transformer.mlp_in_one, "apart": triton_transformer.mlp_in_three}
 
 
@@ -27,6 +30,16 @@ def _numbers():
         multiply_numbers(patch)
         round_numbers(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch):
+    on_card(monkeypatch, LARGE_CARD)
+
+
+def on_card(patch: pytest.MonkeyPatch, shared_bytes: int) -> None:
+    facts = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -76,26 +89,25 @@ def test_any_number_of_rows(rows, shape, dtype):
         near(in_launches(*given), transformer.plain, given)
 
 
-# rows that each size of a tile has, whole and with a rest
-@pytest.mark.parametrize("rows", [1, 100, 1024 + 3])
-def test_the_published_width(rows):
+@pytest.mark.parametrize("card", [SMALL_CARD, LARGE_CARD])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_the_published_width(rows, card, monkeypatch):
+    on_card(monkeypatch, card)
     given = before(rows, *PUBLISHED, BF16)
     near(triton_transformer.norm_linear(*given, None), plain_norm_linear, given)
-
-
-@pytest.mark.parametrize("way", AFTER)
-@pytest.mark.parametrize("rows", [1, 100])
-def test_the_published_width_after_attention(rows, way):
     given = after(rows, *PUBLISHED, BF16)
-    near(AFTER[way](*given), transformer.plain, given)
+    for in_launches in AFTER.values():
+        near(in_launches(*given), transformer.plain, given)
 
 
-@pytest.mark.parametrize("way", AFTER)
-@pytest.mark.parametrize("rows", [1500, 2100])
-def test_every_size_of_a_tile(rows, way):
+@pytest.mark.parametrize("card", [SMALL_CARD, LARGE_CARD])
+@pytest.mark.parametrize("rows", [200, 1100, 4200])
+def test_every_size_of_a_tile(rows, card, monkeypatch):
+    on_card(monkeypatch, card)
     given = after(rows, 32, 16, BF16)
-    near(AFTER[way](*given), transformer.plain, given)
-    given = before(rows, 64, 80, BF16)
+    for in_launches in AFTER.values():
+        near(in_launches(*given), transformer.plain, given)
+    given = before(rows, 32, 80, BF16)
     near(triton_transformer.norm_linear(*given, None), plain_norm_linear, given)
 
 
