@@ -222,7 +222,7 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
 @pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)
 def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
-    numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept"), torch.int64)
+    numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept", "index"), torch.int64)
     values = (
         dict.fromkeys(("q", "k", "v", "arena"), dtype)
         | numbers
@@ -231,10 +231,12 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
         | {"scale": "fp32"}
     )
     sizes = triton_stretch.constants(2, *shape, dtype)
-    registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
-    print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
-    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
-    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+    for is_keeping in (False, True):
+        every = values | sizes | {"IS_KEEPING": is_keeping}
+        registers, stack, shared = build(triton_stretch._attend_stretch, every, CARDS[card], tmp_path)
+        print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+        assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+        assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
     values = dict.fromkeys(("k", "v", "arena"), dtype)
     values |= dict.fromkeys(("pages", "layers", "index"), torch.int64) | lengths
     sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
