@@ -23,6 +23,7 @@ from torch import Tensor
 from zoo.kernels.triton_attention import _seen
 
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
+KEEPING_TILES = 1  # tiles of a stretch, at most, whose programs write to the cache themselves
 KEPT_VALUES = 4096  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
@@ -226,9 +227,9 @@ def stretch_attention(
     tiles = triton.cdiv(num, sizes["ROWS"])
     numbers = pages, layers, start, count, num_kept, index
     _attend_stretch[tiles, heads, rows](
-        q, k, v, arena, *numbers, out, *lengths, scale, IS_KEEPING=tiles == 1, **sizes
+        q, k, v, arena, *numbers, out, *lengths, scale, IS_KEEPING=tiles <= KEEPING_TILES, **sizes
     )
-    if tiles == 1:
+    if tiles <= KEEPING_TILES:
         return out
     sizes = keeping_constants(lanes, width)
     tiles = triton.cdiv(num, sizes["ROWS"])

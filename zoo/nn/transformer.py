@@ -21,8 +21,8 @@ from zoo.nn.linear import FusedLinear
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDTHS = (16, 32, 64, 128, 256, 512)  # of a row that a program normalizes as a whole
-MOST_FUSED = 256  # channels; the sums of more do not fit into registers
-WAYS = ("fused", "apart")  # one launch after attention, or three; named as those of `zoo.nn.swiglu`
+MOST_IN_ONE = 256  # channels; the sums of more do not fit into registers
+WAYS = ("in three", "in one")  # launches after attention; the first one is taken where none was measured
 
 
 def fits(x: Tensor, inner: int) -> bool:
@@ -63,16 +63,27 @@ def after_attention(
 ) -> Tensor:
     """Return z + MLP(norm(z)) [..., C], where z = x + y weight^T + bias. y [..., H * D]: of attention; x [..., C]:
     the block's input. The MLP has GELU."""
-    given = y, weight, bias, x, norm_weight, norm_bias, eps, wide_weight, wide_bias, narrow_weight, narrow_bias
+    given = (
+        y,
+        weight,
+        bias,
+        x,
+        norm_weight,
+        norm_bias,
+        eps,
+        wide_weight,
+        wide_bias,
+        narrow_weight,
+        narrow_bias,
+    )
     if not kernels.use_gpu(x):
         return plain(*given)
     rows = x.numel() // x.shape[-1]
     sizes = f"{choices.at_most(rows)} x {y.shape[-1]} x {x.shape[-1]} x {len(wide_weight)}"
     key = f"after_attention {str(x.dtype).removeprefix('torch.')} {sizes}"
-    if x.shape[-1] > MOST_FUSED:
-        return computed("apart", *given)
-    way = choices.fastest(key, {name: partial(computed, name, *given) for name in WAYS})
-    return computed(way or "apart", *given)
+    possible = WAYS if x.shape[-1] <= MOST_IN_ONE else WAYS[:1]
+    way = choices.fastest(key, {name: partial(computed, name, *given) for name in possible})
+    return computed(way if way in possible else WAYS[0], *given)
 
 
 def plain(
@@ -89,13 +100,15 @@ def plain(
     narrow_bias: Tensor,
 ) -> Tensor:
     x = x + F.linear(y, weight, bias)
-    wide = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), wide_weight, wide_bias))
+    wide = F.gelu(
+        F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), wide_weight, wide_bias)
+    )
     return x + F.linear(wide, narrow_weight, narrow_bias)
 
 
 def computed(way: str, *given: Tensor | float) -> Tensor:
     """Compute `after_attention` in one of WAYS, on a GPU."""
-    return kernels.on_gpu("triton_transformer", "mlp_in_one" if way == "fused" else "mlp_in_three", *given)
+    return kernels.on_gpu("triton_transformer", f"mlp_{way.replace(' ', '_')}", *given)
 
 
 def project(x: Tensor, norm: nn.LayerNorm, qkv: FusedLinear) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-5
 TINY, PUBLISHED = (16, 16), (256, 512)  # channels, and numbers of all heads
 SMALL_CARD, LARGE_CARD = 101376, 232448  # bytes of shared memory per program
-AFTER = {"fused": triton_transformer.mlp_in_one, "apart": triton_transformer.mlp_in_three}
+AFTER = {"in one": triton_transformer.mlp_in_one, "in three": triton_transformer.mlp_in_three}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +60,14 @@ def after(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Tensor
         return random(out, into, dtype=dtype, scale=into**-0.5), random(out, dtype=dtype)
 
     y, x = random(rows, inner, dtype=dtype), random(rows, width, dtype=dtype)
-    return (y, *linear(width, inner), x, *norm(width, dtype), *linear(4 * width, width), *linear(width, 4 * width))
+    return (
+        y,
+        *linear(width, inner),
+        x,
+        *norm(width, dtype),
+        *linear(4 * width, width),
+        *linear(width, 4 * width),
+    )
 
 
 def near(found: Tensor, operator, given: tuple[Tensor | float, ...]) -> None:

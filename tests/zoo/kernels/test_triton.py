@@ -45,7 +45,9 @@ SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "stretch", "swiglu", "transformer"])
+@pytest.mark.parametrize(
+    "what", ["attention", "frame_attention", "sampling", "stretch", "swiglu", "transformer"]
+)
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -302,7 +304,7 @@ def test_parts_of_a_block_build_without_spills(shape, card, tmp_path):
         for into in (inner, 4 * width):
             sizes = triton_transformer.add_constants(rows, width, into)
             check(triton_transformer._linear_add, pointers, {"rows": "i32"}, sizes)
-        if width <= transformer.MOST_FUSED:
+        if width <= transformer.MOST_IN_ONE:
             mlp = "wide_weight", "wide_bias", "narrow_weight", "narrow_bias", "out"
             pointers = "y", "weight", "bias", "x", *norms, *mlp
             sizes = triton_transformer.mlp_constants(rows, inner, width, 4 * width, shared_bytes)

@@ -58,7 +58,7 @@ def _asked(monkeypatch) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize(("way", "function"), [("fused", "mlp_in_one"), ("apart", "mlp_in_three")])
+@pytest.mark.parametrize(("way", "function"), [("in one", "mlp_in_one"), ("in three", "mlp_in_three")])
 def test_a_block_in_half_precision_on_a_gpu_is_two_operators_and_its_attention(way, function, asked):
     made, x = block(16, torch.bfloat16), rows(16, torch.bfloat16)
     expected = run(made, x)
@@ -71,7 +71,11 @@ def test_a_block_in_half_precision_on_a_gpu_is_two_operators_and_its_attention(w
 
 @pytest.mark.parametrize(
     ("channels", "dtype", "reason"),
-    [(16, torch.float32, "precision"), (24, torch.bfloat16, "no power of two"), (1024, torch.bfloat16, "too wide")],
+    [
+        (16, torch.float32, "precision"),
+        (24, torch.bfloat16, "no power of two"),
+        (1024, torch.bfloat16, "too wide"),
+    ],
 )
 def test_other_blocks_run_torchs_operators(channels, dtype, reason, asked):
     with Mask():
@@ -87,7 +91,7 @@ def test_a_size_that_was_not_measured_takes_three_launches(asked, monkeypatch):
 
 
 def test_wide_rows_are_never_one_launch(asked):
-    with Mask(), choices.assumed("fused"):
+    with Mask(), choices.assumed("in one"):
         run(block(512, torch.bfloat16), rows(512, torch.bfloat16))
     assert asked == ["norm_linear", "mlp_in_three"]
 
