@@ -233,11 +233,12 @@ def norm_linear(
 ) -> Tensor:
     """Do the same as `zoo.nn.transformer.norm_linear`, and apply GELU if there is a bias."""
     flat, out = _flat(x), x.new_empty(*x.shape[:-1], len(weight))
-    sizes = norm_constants(len(flat), *weight.shape, bias is not None, _shared_bytes(x))
-    columns = share(len(flat), sizes)
-    grid = triton.cdiv(len(flat), sizes["ROWS"]), triton.cdiv(len(weight), columns)
+    columns, width = weight.shape
+    sizes = norm_constants(len(flat), columns, width, bias is not None, _shared_bytes(x))
+    part = share(len(flat), sizes)
+    grid = triton.cdiv(len(flat), sizes["ROWS"]), triton.cdiv(columns, part)
     given = flat, norm_weight, norm_bias, weight, weight if bias is None else bias
-    _norm_linear[grid](*given, out, len(flat), columns, eps, **sizes)
+    _norm_linear[grid](*given, out, len(flat), part, eps, **sizes)
     return out
 
 

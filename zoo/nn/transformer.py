@@ -83,7 +83,7 @@ def after_attention(
     key = f"after_attention {str(x.dtype).removeprefix('torch.')} {sizes}"
     possible = WAYS if x.shape[-1] <= MOST_IN_ONE else WAYS[:1]
     way = choices.fastest(key, {name: partial(computed, name, *given) for name in possible})
-    return computed(way if way in possible else WAYS[0], *given)
+    return computed(way if way is not None and way in possible else WAYS[0], *given)
 
 
 def plain(
