@@ -108,6 +108,11 @@ def scaled(
 ) -> Tensor:
     """Multiply by cuBLAS, or by torch's kernel before CUDA 12.9 and on other GPUs than Hopper. has_fast_sums:
     sums stay in the tensor cores, with fewer than 32 bits."""
-    scales = {"scale_a": scale, "scale_b": weight_scale}
-    fast = {"use_fast_accum": has_fast_sums}
-    return torch._scaled_mm(x.contiguous(), weight.T, **scales, **fast, out_dtype=torch.bfloat16)
+    return torch._scaled_mm(
+        x.contiguous(),
+        weight.T,
+        scale_a=scale,
+        scale_b=weight_scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=has_fast_sums,
+    )
