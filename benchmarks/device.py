@@ -9,6 +9,8 @@ its smallest size.
 
     kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
               and the time of a gated product in one launch and in two
+    fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's; skipped
+              with a reason where a GPU has none
     flashinfer  FlashInfer's kernels and ours at every family's published shapes, by number of streams: the largest gap,
               and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
     checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
@@ -156,7 +158,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
     request = first_request(family, text=TEXT, max_frames=options.frames)
-    prepare_for_host(family, compile=not options.no_compile)
+    prepare_for_host(family, compile=not options.no_compile, weights=options.weights)
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
     [model] = engine.models.values()
@@ -339,6 +341,7 @@ def run_part(options: argparse.Namespace) -> None:
 
     parts: dict[str, Callable[..., None]] = {
         "kernels": partial(device_kernels.kernels, alone=alone),
+        "fp8": partial(device_kernels.fp8_products, alone=alone),
         "flashinfer": partial(device_flashinfer.compared, alone=alone),
         "checks": checks,
         "figures": partial(figures, options=options),
@@ -365,6 +368,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="seconds of arrivals at each rate")
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--codec", default="float32")
+    parser.add_argument("--weights", default="published", help="of the part figures, as of zoo serve")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -378,6 +382,7 @@ def main() -> None:
     parts = [
         *(f"figures={model}" for model in models),
         "kernels",
+        "fp8",
         "flashinfer",
         *(f"checks={name}" for name in names),
     ]

@@ -17,8 +17,19 @@ SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
 # columns of gate and of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and
 # higgs_v3, of cosyvoice2; qwen3_tts's code predictor
 GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
+# inputs and outputs of the products of VoxCPM2's language model and solver, Higgs, Fish S2, Qwen3-TTS 1.7B and its
+# code predictor, each as qkv, out, gate_up and down
+FP8 = {
+    "voxcpm2": ((2048, 2560), (2048, 2048), (2048, 12288), (6144, 2048)),
+    "voxcpm2's solver": ((1024, 2560), (2048, 1024), (1024, 8192), (4096, 1024)),
+    "higgs_v3 and fish_s2": ((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560)),
+    "qwen3_tts": ((2048, 4096), (2048, 2048), (2048, 12288), (6144, 2048)),
+    "qwen3_tts's code predictor": ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)),
+}
+FP8_ROWS = (1, 16, 64, 128, 1408)  # the last: a solver of 64 streams
 # allowed differences of a kernel from the plain operator, by dtype
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+FP8_GAP = 4e-2  # of a product: one step of bf16 is 1/32 at its largest values, 4 to 8
 Put = Callable[[str, Any], None]
 Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free of other parts
 
@@ -75,6 +86,51 @@ def gated(
         with alone(put), torch.inference_mode():
             taken = {way: choices.time_us(partial(computed, way, *arguments)) for way in ways()}
         put(f"{name}, us", {way: round(us, 1) for way, us in taken.items()})
+
+
+def fp8_products(put: Put, alone: Alone) -> None:
+    """Compare products in fp8 with their plain form, at the published shapes, and time them beside bf16 products.
+    Raises AssertionError for a large gap."""
+    from zoo.nn import fp8
+
+    why = fp8.why_not(torch.device(DEVICE), torch.bfloat16)
+    if why is not None:
+        return put("skipped", why)
+    round_rows, wrong = torch.compile(fp8.rounded, dynamic=True), list[str]()
+    with torch.inference_mode():
+        for whose, shapes in FP8.items():
+            taken: dict[str, Callable[[], dict[str, float]]] = {}
+            for width, columns in shapes:
+                weight = random(columns, width, dtype=torch.bfloat16) * width**-0.5
+                for rows in FP8_ROWS:
+                    name = f"{whose}, {rows} x {width} x {columns}"
+                    gaps, times = fp8_product(random(rows, width, dtype=torch.bfloat16), weight, round_rows)
+                    put(f"{name}, gaps", gaps)
+                    taken[f"{name}, us"] = times
+                    wrong.extend([name] * (not gaps["fp8"] <= FP8_GAP))
+            with alone(put):
+                for name, times in taken.items():
+                    put(name, times())
+    assert not wrong, f"products in fp8 that differ from the plain form: {', '.join(wrong)}"
+
+
+def fp8_product(
+    x: Tensor, plain_weight: Tensor, round_rows: Callable[[Tensor], Any]
+) -> tuple[dict[str, float], Callable[[], dict[str, float]]]:
+    """Return the largest gaps of a product to its plain form, with fp32 sums and with sums that stay in the tensor
+    cores, and a function that returns the us of both, of a bf16 product, and of rounding rows in a launch of its own."""
+    from compile_cache import choices
+    from zoo.nn import fp8
+
+    weight, weight_scale = fp8.rounded(plain_weight)
+    given = *fp8.rounded(x), weight, weight_scale.T.contiguous()
+    expected, scaled = fp8.plain(*given).double(), partial(fp8.scaled, *given)
+    ways = {"fp8": scaled, "fp8, fast sums": partial(scaled, has_fast_sums=True)}
+    gaps = {way: float((run().double() - expected).abs().max()) for way, run in ways.items()}
+    bf16, rounding = partial(torch.nn.functional.linear, x, plain_weight), partial(round_rows, x)
+    rounding()  # compiles it while other parts run
+    ways |= {"bf16": bf16, "rounding": rounding}
+    return gaps, lambda: {way: round(choices.time_us(run), 1) for way, run in ways.items()}
 
 
 def gap(operator: Callable[..., Any], *arguments: Any) -> float:

@@ -1,7 +1,7 @@
 """Rehearse a family on a GPU that the machine does not have: trace, lower and count its launches, build every
 kernel, and list what makes the host wait.
 
-    python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--json OUT]
+    python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--weights fp8] [--json OUT]
 
 Needs `pip install -e .[rehearse]` (the triton wheel for the torch version, 200 MB) and g++, but no CUDA. It
 runs the project's own path, `zoo.load`, `Arena`, `Runner` and `lower`, over fake tensors with the shapes of a
@@ -45,6 +45,7 @@ from compile_cache.strategy import Eager, Parts
 from serving.engine.device.runner import CODECS
 from serving.engine.memory.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
+from zoo.nn import fp8
 from zoo.nn.swiglu import WAYS
 
 CONTEXT = 500  # positions of every slot
@@ -122,6 +123,7 @@ def rehearse(
     codec: str = "float32",
     is_built: bool = True,
     parts: Collection[str] = PARTS,
+    weights: str = "published",
 ) -> Rehearsal:
     path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
     log = Log(cache=L2(CARDS[card_name].L2_cache_size))
@@ -133,6 +135,8 @@ def rehearse(
         choices.assumed(WAYS[0]),
     ):
         family = shapes.load(path, mode)
+        if weights == "fp8":
+            fp8.round_weights(family)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
         # a tensor that was made from an array has symbols for its sizes
@@ -242,6 +246,7 @@ def main() -> None:
     parser.add_argument("--card", default="h100", choices=CARDS)
     parser.add_argument("--codec", default="float32", choices=CODECS)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--weights", default="published", choices=("published", "fp8"))
     parser.add_argument(
         "--no-build", action="store_true", help="only count: generate kernels without building them"
     )
@@ -250,7 +255,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         wanted = options.family, options.size, options.card, options.slots
-        result = rehearse(*wanted, Path(directory), options.codec, not options.no_build, options.parts)
+        how = options.codec, not options.no_build, options.parts, options.weights
+        result = rehearse(*wanted, Path(directory), *how)
     print("\n".join(report(result)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result.as_json()) + "\n")

@@ -25,7 +25,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str | None = None
     dtype: str | None = None
     device_map: str | None = None  # where layers lie: "auto", "balanced" or a file; None: on the device
-    weights: str = "published"  # on a CPU: "published" or "int8"
+    weights: str = "published"  # or "int8" on a CPU, "fp8" on a GPU
     chunked: bool = False  # models that render whole speeches render them in chunks
     codec: str = "float32"  # the precision of a GPU's renders
     attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"

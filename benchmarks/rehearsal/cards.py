@@ -62,14 +62,14 @@ def _hopper(name: str, memory_gib: int, gb_per_s: float) -> Card:
 
     Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute
     capabilities, 9.0."""
-    tflops = {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
+    tflops = {"fp8": 1978.9, "bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
     return Card(name, 9, 0, 132, memory_gib << 30, 232448, 233472, 2048, 50 << 20, gb_per_s, tflops)
 
 
 # Source: NVIDIA Ada GPU architecture whitepaper, appendix A, GeForce RTX 4090; CUDA C programming guide, 8.9.
 _ADA = Card(
     "NVIDIA GeForce RTX 4090", 8, 9, 128, 24 << 30, 101376, 102400, 1536, 72 << 20,
-    1008, {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6},
+    1008, {"fp8": 330.3, "bf16": 165.2, "tf32": 82.6, "fp32": 82.6},
 )  # fmt: skip
 
 CARDS = {

@@ -133,6 +133,9 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def arithmetic(tensors: Iterable[Tensor], is_convolution: bool = False) -> str:
     """Return the precision in which products of these operands are computed."""
+    tensors = list(tensors)
+    if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
+        return "fp8"
     if all(tensor.dtype != torch.float32 for tensor in tensors):
         return "bf16"
     is_tf32 = torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32

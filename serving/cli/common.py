@@ -111,10 +111,10 @@ DeviceMap = Annotated[
     ),
 ]
 Weights = Annotated[
-    Literal["published", "int8"],
+    Literal["published", "int8", "fp8"],
     Option(
-        help="The weights of large matrices are read as published, or rounded to int8 on a CPU; int8 is faster "
-        "and changes codes, and zoo parity measures how many.",
+        help="The weights of large matrices are read as published, or rounded to int8 on a CPU, or to fp8 on a GPU of "
+        "compute capability 8.9 or newer; rounding is faster and changes codes, and zoo parity measures how many.",
         rich_help_panel=MODEL,
     ),
 ]

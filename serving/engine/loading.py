@@ -87,6 +87,10 @@ def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
         raise ValueError("--device-map needs a GPU: without one, all of a model lies on the host")
+    if options.weights != "published":
+        raise ValueError(
+            f"--device-map copies published weights: --weights {options.weights} needs all on one GPU"
+        )
     if len(options.models) != 1:
         raise ValueError(f"--device-map is for one model, and {len(options.models)} are given")
     [path] = options.models.values()

@@ -39,6 +39,7 @@ from serving.tools import reference
 from serving.tools.requests import first_request
 from zoo import kernels
 from zoo.contract import Family, Spec, View
+from zoo.nn.fp8 import FP8Linear
 from zoo.nn.linear import FusedLinear
 from zoo.nn.packed import GROUP, NarrowLinear, PackedLinear, can_be_packed, has_16_bits
 from zoo.request import Request, Value
@@ -291,6 +292,8 @@ def products(model: nn.Module) -> dict[str, int]:
     for layer in model.modules():
         if isinstance(layer, NarrowLinear):
             kinds["bf16" if layer.scales is None else f"int8, {GROUP} a scale"] += 1
+        elif isinstance(layer, FP8Linear):
+            kinds["fp8, a scale a row"] += 1
         elif isinstance(layer, PackedLinear):
             kinds[f"{dtype_name(layer.weight.dtype)}, packed by oneDNN"] += 1
         elif isinstance(layer, nn.Linear | FusedLinear):

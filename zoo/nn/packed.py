@@ -27,6 +27,7 @@ from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 
 LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
+KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
 MEASURED_COLUMNS = 16384
@@ -39,7 +40,7 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
     bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Does nothing if the
     model is not on a CPU, or if this build or machine lacks the kernels.
 
-    is_int8: weights of 16 bits are rounded to 8, except in heads, whose errors change most codes.
+    is_int8: weights of 16 bits are rounded to 8 where `is_rounded`.
     """
     # paths, because a list of layers would keep all plain weights until the last one is packed
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
@@ -49,20 +50,30 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
             model.set_submodule(path, narrowed(child, least_bytes))
         elif isinstance(child, nn.Linear | FusedLinear):
             reads_many_rows = getattr(parent, "reads_many_rows", False)
-            is_rounded = is_int8 and "head" not in path
-            model.set_submodule(path, packed(child, least_bytes, reads_many_rows, is_rounded))
+            has_8_bits = is_int8 and is_rounded(model, path, least_bytes)
+            model.set_submodule(path, packed(child, least_bytes, reads_many_rows, has_8_bits))
+
+
+def is_rounded(model: nn.Module, path: str, least_bytes: int) -> bool:
+    """Return whether `--weights` rounds an `nn.Linear` or `FusedLinear` whose weight has 16 bits: it is large,
+    and neither a head, whose errors change most codes, nor in a renderer."""
+    parent, layer = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
+    assert isinstance(layer, nn.Linear | FusedLinear), path
+    reads_many_rows = getattr(parent, "reads_many_rows", False)
+    is_kept = reads_many_rows or any(part in path for part in KEPT)
+    return is_large(layer, least_bytes) and not is_kept
 
 
 def packed(
-    plain: nn.Linear | FusedLinear, least_bytes: int, reads_many_rows: bool, is_rounded: bool
+    plain: nn.Linear | FusedLinear, least_bytes: int, reads_many_rows: bool, has_8_bits: bool
 ) -> nn.Module:
     """Return a layer in the form that computes it fastest, which may be itself."""
     has_onednn = can_be_packed(plain.weight, dtype_of(plain))
     if reads_many_rows or not is_large(plain, least_bytes):
         return PackedLinear(plain) if reads_many_rows and has_onednn else widened(plain)
     is_narrow = kernels.has(plain.weight) and has_16_bits(plain.weight)
-    if is_narrow and (is_rounded or not has_onednn):
-        return NarrowLinear(plain, is_rounded)
+    if is_narrow and (has_8_bits or not has_onednn):
+        return NarrowLinear(plain, has_8_bits)
     if not has_onednn:
         return widened(plain)
     if dtype_of(plain) == torch.bfloat16 or not is_narrow:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import SwiGLU
+from zoo.nn.linear import FusedLinear, SwiGLU
 
 DTYPES = (torch.bfloat16, torch.float16)
 WAYS = ("fused", "apart")  # one launch, or two
@@ -26,10 +26,11 @@ FLASHINFER = "apart, by flashinfer"  # two, of which the second is FlashInfer's
 
 class FusedSwiGLU(SwiGLU):
     """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator; elsewhere
-    the compiler does better with the plain code."""
+    the compiler does better with the plain code, and so it does for weights in fp8: it rounds the result for
+    the next product in the same kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda" and x.dtype in DTYPES:
+        if x.device.type == "cuda" and x.dtype in DTYPES and isinstance(self.gate_up, FusedLinear):
             return self.down(torch.ops.zoo.swiglu_linear.default(x, self.gate_up.weight))
         return super().forward(x)
 

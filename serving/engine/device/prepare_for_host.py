@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from compile_cache import artifacts, store, threads
 from compile_cache.artifacts import Entry
 from zoo import kernels
 from zoo.contract import Family
-from zoo.nn import residual
+from zoo.nn import fp8, residual
 from zoo.nn.packed import pack
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-WEIGHTS = ("published", "int8")
+WEIGHTS = ("published", "int8", "fp8")
 
 
 def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
@@ -42,14 +42,11 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
     compiled and its place cannot be written, or the C++ compiler is missing.
 
-    weights: one of WEIGHTS. "int8" rounds large matrices of bf16 weights; it needs a CPU's kernels.
+    weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels, "fp8" a
+    GPU that multiplies it.
     """
+    check_weights(families, compile, weights)
     device = families[0].device.type
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights {weights!r} are not possible; possible: {', '.join(WEIGHTS)}")
-    if weights == "int8" and not (compile and device == "cpu"):
-        where = "without --no-compile" if device == "cpu" else f"on a CPU, and the model is on {device}"
-        raise ValueError(f"weights int8 are computed by compiled kernels {where}: use weights published")
     threads.set_num_threads(
         max(
             families,
@@ -59,6 +56,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
         )
     )
     if device != "cpu":
+        for family in families if weights == "fp8" else ():
+            fp8.round_weights(family)
         return
     if not compile:
         for family in families:
@@ -71,6 +70,21 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
             pack(family, is_int8=weights == "int8")
             residual.prepare(family)
     keep_freed_memory()
+
+
+def check_weights(families: Sequence[Family], compile: bool, weights: str) -> None:
+    """Raise ValueError, which says what is possible, if families cannot have these weights."""
+    device = families[0].device.type
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} are not possible; possible: {', '.join(WEIGHTS)}")
+    if weights == "int8" and not (compile and device == "cpu"):
+        where = "without --no-compile" if device == "cpu" else f"on a CPU, and the model is on {device}"
+        possible = "published" if device == "cpu" else "published or fp8"
+        raise ValueError(f"weights int8 are computed by compiled kernels {where}: use weights {possible}")
+    if weights == "fp8":
+        possible = "published or int8" if device == "cpu" else "published"
+        for why in filter(None, (fp8.why_not(family.device, family.dtype) for family in families)):
+            raise ValueError(f"{why}: use weights {possible}")
 
 
 @contextmanager

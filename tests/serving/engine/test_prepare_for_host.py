@@ -92,7 +92,8 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
 @pytest.mark.parametrize(
     "weights, compile, why",
     [
-        ("int4", True, "weights 'int4' are not possible; possible: published, int8"),
+        ("int4", True, "weights 'int4' are not possible; possible: published, int8, fp8"),
+        ("fp8", True, "GPU of compute capability 8.9 or newer, and the model is on cpu: use weights published or int8"),
         ("int8", False, "compiled kernels without --no-compile"),
     ],
 )

@@ -1,0 +1,96 @@
+"""Count the greedy steps whose codes change with `--weights fp8`, on any machine, and print a table.
+
+    python benchmarks/fp8.py DIR [--family qwen3_tts ...] [--frames 20]
+
+DIR keeps a demo checkpoint of size `mid` for each family; missing ones are written. Each step starts from the
+state of the plain form in bf16, as with `zoo parity`. Products in fp8 are computed in their plain form, which
+the GPU's products are compared with (benchmarks/device.py, part fp8). For latents, the table has their SNR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+import zoo
+from benchmarks.families import checkpoint
+from serving.engine.engine import Engine
+from serving.tools import parity
+from serving.tools.requests import every_request
+from zoo.contract import Family
+from zoo.nn import fp8
+
+FAMILIES = ("voxcpm2", "qwen3_tts", "higgs_v3", "fish_s2", "csm", "orpheus")
+HEADER = "| | steps | bf16 as fp32 | fp8 as bf16 |\n|---|---|---|---|"
+
+
+@dataclass
+class Agreement:
+    """Steps of two forms from equal states: how many there are, in how many all codes are equal, and the
+    energies of the frames and of their differences."""
+
+    steps: int = 0
+    equal: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def cell(self, has_codes: bool) -> str:
+        if has_codes:
+            return str(self.equal)
+        return f"{10 * np.log10(self.signal / self.noise):.1f} dB" if self.noise else "equal"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--family", nargs="+", default=FAMILIES, choices=sorted(zoo.families()))
+    parser.add_argument("--frames", type=int, default=20)
+    options = parser.parse_args()
+    print(HEADER, flush=True)
+    for name in options.family:
+        print(row(name, checkpoint(name, options.directory), options.frames), flush=True)
+
+
+def row(name: str, path: Path, frames: int) -> str:
+    exact, plain, rounded = (zoo.load(path, "cpu", dtype) for dtype in ("float32", "bfloat16", "bfloat16"))
+    fp8.round_weights(rounded)
+    num_rounded = sum(isinstance(layer, fp8.FP8Linear) for layer in rounded.modules())
+    has_codes = not plain.spec.noise_shape
+    as_fp32, as_bf16 = (agreement(*pair, frames) for pair in ((exact, plain), (plain, rounded)))
+    cells = str(as_bf16.steps), as_fp32.cell(has_codes), as_bf16.cell(has_codes)
+    return f"| {name}, {num_rounded} products | {' | '.join(cells)} |"
+
+
+def agreement(plain: Family[Any], other: Family[Any], frames: int) -> Agreement:
+    """Compare one greedy request of each kind. Every step of `other` starts from the state of `plain`."""
+    [worker] = Engine(other, max_slots=1, compile=False).models.values()
+    found, gap = Agreement(), parity.gap
+
+    def noted(state: Any, served: Any, slot: int, first: int) -> float:
+        ours, theirs = state.tape[0, first:].double(), served.tape[slot, first:].double()
+        found.signal += float(ours.square().sum())
+        found.noise += float((ours - theirs).square().sum())
+        return gap(state, served, slot, first)
+
+    with mock.patch.object(parity, "gap", noted):
+        for request in every_request(plain, frames)[0].values():
+            run = parity.follow(plain, worker, request)
+            found.steps += run["steps"]
+            found.equal += run["steps_equal"]
+    return found
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
