@@ -53,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from benchmarks import device_flashinfer, device_kernels
+from benchmarks import device_flashinfer, device_http, device_kernels
 from benchmarks.device_kernels import DEVICE, Put
 
 TEXTS = (
@@ -65,6 +65,7 @@ REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
 SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
 # a part announces that it measures, then waits until the others have stopped
 ALONE, SETTLE_S = "is alone", 0.5
+KINDS = "figures", "kernels", "flashinfer", "checks"  # of parts
 RAMP_S = 2.0  # streams start and settle before they count
 
 
@@ -156,6 +157,9 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
     request = first_request(family, text=TEXT, max_frames=options.frames)
+    if options.http and (reason := device_http.why_not()) is not None:
+        put("over HTTP", f"left out: {reason}")
+        options.http = False
     prepare_for_host(family, compile=not options.no_compile)
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
@@ -175,9 +179,11 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
             if graphs.recorded:  # the first graph is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
-        beside(engine, partial(listen, name, engine, request, most, options, put))
-        put("graph_misses", model.runner.graph_misses)
-        put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+        try:
+            beside(engine, partial(listen, name, engine, request, most, options, put))
+        finally:
+            put("graph_misses", model.runner.graph_misses)
+            put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
 
 
 def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
@@ -189,8 +195,12 @@ def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Na
     for streams in sorted({min(count, most) for count in options.streams}):
         put(f"{streams} streams", load(engine, streams, 1, request))
     put(f"{most} streams, each followed by the next", followed(engine, request, most, options.seconds))
-    for rate in RATES.get(name, ()) if options.rates is None else options.rates:
+    rates = RATES.get(name, ()) if options.rates is None else options.rates
+    for rate in rates:
         put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
+    if options.http:
+        streams = sorted({1, most})
+        device_http.over_http(engine, streams, rates, options.frames, options.seconds, put)
 
 
 @contextmanager
@@ -259,7 +269,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
     Lengths vary from half to one and a half of the request's frames. Runs on the listeners' thread."""
     random, began_s = np.random.default_rng(0), time.perf_counter()
     hearing = Hearing(began_s + RAMP_S, began_s + seconds)
-    before, turns, asked, ended = underruns(engine), engine.num_turns, 0, 0
+    before, turns, asked, ended = underruns(engine), engine.iterations.num, 0, 0
 
     def speak() -> None:
         nonlocal asked
@@ -278,7 +288,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
     return {
         "requests": asked,
         "audio_s_per_s": round(hearing.num_samples / rate_hz / (seconds - RAMP_S), 1),
-        "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.num_turns - turns), 2),
+        "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.iterations.num - turns), 2),
         "ttfa_ms": {f"p{q}": round(1e3 * float(np.percentile(hearing.first_s, q)), 1) for q in (50, 95)},
         "underruns": underruns(engine) - before,
         "failed": hearing.failed,
@@ -356,6 +366,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--parts", nargs="+", choices=KINDS, help="kinds of parts to run (default: all)")
     parser.add_argument(
         "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="models of the part figures"
     )
@@ -366,6 +377,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-http", dest="http", action="store_false", help="no figures over HTTP")
     parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -375,12 +387,13 @@ def main() -> None:
 
     names = list(zoo.families()) if options.checks is None else options.checks
     models = [f"{name}=tiny" for name in zoo.families()] if options.models is None else options.models
-    parts = [
-        *(f"figures={model}" for model in models),
-        "kernels",
-        "flashinfer",
-        *(f"checks={name}" for name in names),
-    ]
+    by_kind = {
+        "figures": [f"figures={model}" for model in models],
+        "kernels": ["kernels"],
+        "flashinfer": ["flashinfer"],
+        "checks": [f"checks={name}" for name in names],
+    }
+    parts = [part for kind in options.parts or by_kind for part in by_kind[kind]]
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(),
