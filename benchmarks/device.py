@@ -33,15 +33,13 @@ import fcntl
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -53,8 +51,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from benchmarks import device_flashinfer, device_http, device_kernels
+from benchmarks import device_flashinfer, device_http, device_kernels, device_parts
 from benchmarks.device_kernels import DEVICE, Put
+from benchmarks.device_parts import ALONE, KINDS, cached
 
 TEXTS = (
     "Good morning.",
@@ -63,9 +62,7 @@ TEXTS = (
 )
 REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
 SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
-# a part announces that it measures, then waits until the others have stopped
-ALONE, SETTLE_S = "is alone", 0.5
-KINDS = "figures", "kernels", "flashinfer", "checks"  # of parts
+SETTLE_S = 0.5  # for the other parts to stop, before one measures
 RAMP_S = 2.0  # streams start and settle before they count
 
 
@@ -119,7 +116,6 @@ def requests(family: Any, is_greedy: bool) -> list[Any]:
 
 def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarray], int]:
     """Run all requests at once through the engine. Return their samples and the unrecorded launches."""
-    from serving.engine.device.prepare_for_host import cached
     from serving.engine.engine import Audio, Engine
 
     engine = Engine(family, max_slots=4, compile=compile)
@@ -144,7 +140,7 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
     import zoo
-    from serving.engine.device.prepare_for_host import cached, prepare_for_host
+    from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.engine import Engine
     from serving.engine.memory.memory_plan import plan
     from serving.tools.bench import TEXT, beside
@@ -378,6 +374,14 @@ def main() -> None:
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-http", dest="http", action="store_false", help="no figures over HTTP")
+    parser.add_argument(
+        "--again",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="parts or kinds to repeat, though RESULT.json has them",
+    )
+    parser.add_argument("--cache-dir", type=Path, help="the folder of everything that is compiled")
     parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -394,78 +398,21 @@ def main() -> None:
         "checks": [f"checks={name}" for name in names],
     }
     parts = [part for kind in options.parts or by_kind for part in by_kind[kind]]
-    result: dict[str, Any] = {
+    header = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "arguments": sys.argv[1:],
-    } | {part: {} for part in parts}
-    sys.exit(any(run_all(parts, result, options)))
-
-
-def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespace) -> list[bool]:
-    """Run all parts at once. Return for each whether it failed."""
-    ends_s, writing = time.monotonic() + options.limit_s, threading.Lock()
-    processes: dict[str, subprocess.Popen[str]] = {}
-
-    def tell_others(part: str, signal_number: int) -> None:
-        for other, process in processes.items():
-            if other != part and process.poll() is None:
-                tell(process, signal_number)
-
-    def follow(part: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        is_alone = False
-        for line in process.stdout:
-            found = json.loads(line)
-            with writing:
-                if ALONE in found:
-                    is_alone = found[ALONE]
-                    tell_others(part, signal.SIGSTOP if is_alone else signal.SIGCONT)
-                    continue
-                result[part] |= found
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
-        if is_alone:
-            tell_others(part, signal.SIGCONT)
-
+    }
+    ends_s = time.monotonic() - time.process_time() + options.limit_s  # importing torch counts too
+    os.environ.update(device_parts.environment(options.cache_dir))
+    result = device_parts.continued(options.out, header)
+    open_parts = device_parts.to_run(parts, result, options.again)
     with tempfile.TemporaryDirectory() as directory:
-        lock = {"DEVICE_LOCK": str(Path(directory) / "lock")}
-        followers = []
-        try:
-            with writing:
-                for part in parts:
-                    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-                    processes[part] = subprocess.Popen(
-                        command,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        env=os.environ | lock,
-                        start_new_session=True,
-                    )
-            for part, process in processes.items():
-                followers.append(threading.Thread(target=follow, args=(part, process)))
-                followers[-1].start()
-            for process in processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(ends_s - time.monotonic(), 0))
-        finally:
-            for process in processes.values():
-                if process.poll() is None:
-                    tell(process, signal.SIGKILL)
-            for follower in followers:
-                follower.join()
-        for part, process in processes.items():
-            if "seconds" not in result[part]:
-                result[part].setdefault("error", f"the part ended with status {process.wait()}")
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return ["error" in result[part] for part in parts]
-
-
-def tell(process: subprocess.Popen[str], signal_number: int) -> None:
-    """Send a signal to a part and to the compilers that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal_number)
+        os.environ["DEVICE_LOCK"] = str(Path(directory) / "lock")
+        device_parts.run_all([sys.executable, *sys.argv], open_parts, result, options.out, ends_s)
+    sys.exit(any("error" in result[part] for part in parts))
 
 
 if __name__ == "__main__":

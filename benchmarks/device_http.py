@@ -48,7 +48,10 @@ def environment() -> dict[str, str]:
 def why_not() -> str | None:
     """Return why the processes cannot be started here, or None: which package cannot be imported."""
     found = subprocess.run(
-        [sys.executable, "-c", f"import {', '.join(PARTS)}"], env=environment(), capture_output=True, text=True
+        [sys.executable, "-c", f"import {', '.join(PARTS)}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     return None if found.returncode == 0 else last_line(found.stderr)
 
