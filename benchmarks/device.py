@@ -11,6 +11,7 @@ its smallest size.
               and the time of a gated product in one launch and in two
     fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's; skipped
               with a reason where a GPU has none
+    codec     of each of --codecs: its render in each format of --codec, and the error (device_codec.py)
     flashinfer  FlashInfer's kernels and ours at every family's published shapes, by number of streams: the largest gap,
               and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
     checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
@@ -35,15 +36,13 @@ import fcntl
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -55,8 +54,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from benchmarks import device_flashinfer, device_kernels
+from benchmarks import device_codec, device_flashinfer, device_http, device_kernels, device_parts
 from benchmarks.device_kernels import DEVICE, Put
+from benchmarks.device_parts import ALONE, KINDS, cached
 
 TEXTS = (
     "Good morning.",
@@ -65,8 +65,7 @@ TEXTS = (
 )
 REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
 SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
-# a part announces that it measures, then waits until the others have stopped
-ALONE, SETTLE_S = "is alone", 0.5
+SETTLE_S = 0.5  # for the other parts to stop, before one measures
 RAMP_S = 2.0  # streams start and settle before they count
 
 
@@ -120,7 +119,6 @@ def requests(family: Any, is_greedy: bool) -> list[Any]:
 
 def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarray], int]:
     """Run all requests at once through the engine. Return their samples and the unrecorded launches."""
-    from serving.engine.device.prepare_for_host import cached
     from serving.engine.engine import Audio, Engine
 
     engine = Engine(family, max_slots=4, compile=compile)
@@ -145,7 +143,7 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
     import zoo
-    from serving.engine.device.prepare_for_host import cached, prepare_for_host
+    from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.engine import Engine
     from serving.engine.memory.memory_plan import plan
     from serving.tools.bench import TEXT, beside
@@ -158,6 +156,9 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
     request = first_request(family, text=TEXT, max_frames=options.frames)
+    if options.http and (reason := device_http.why_not()) is not None:
+        put("over HTTP", f"left out: {reason}")
+        options.http = False
     prepare_for_host(family, compile=not options.no_compile, weights=options.weights)
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
@@ -177,9 +178,11 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
             if graphs.recorded:  # the first graph is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
-        beside(engine, partial(listen, name, engine, request, most, options, put))
-        put("graph_misses", model.runner.graph_misses)
-        put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+        try:
+            beside(engine, partial(listen, name, engine, request, most, options, put))
+        finally:
+            put("graph_misses", model.runner.graph_misses)
+            put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
 
 
 def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
@@ -191,8 +194,12 @@ def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Na
     for streams in sorted({min(count, most) for count in options.streams}):
         put(f"{streams} streams", load(engine, streams, 1, request))
     put(f"{most} streams, each followed by the next", followed(engine, request, most, options.seconds))
-    for rate in RATES.get(name, ()) if options.rates is None else options.rates:
+    rates = RATES.get(name, ()) if options.rates is None else options.rates
+    for rate in rates:
         put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
+    if options.http:
+        streams = sorted({1, most})
+        device_http.over_http(engine, streams, rates, options.frames, options.seconds, put)
 
 
 @contextmanager
@@ -261,7 +268,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
     Lengths vary from half to one and a half of the request's frames. Runs on the listeners' thread."""
     random, began_s = np.random.default_rng(0), time.perf_counter()
     hearing = Hearing(began_s + RAMP_S, began_s + seconds)
-    before, turns, asked, ended = underruns(engine), engine.num_turns, 0, 0
+    before, turns, asked, ended = underruns(engine), engine.iterations.num, 0, 0
 
     def speak() -> None:
         nonlocal asked
@@ -280,7 +287,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
     return {
         "requests": asked,
         "audio_s_per_s": round(hearing.num_samples / rate_hz / (seconds - RAMP_S), 1),
-        "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.num_turns - turns), 2),
+        "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.iterations.num - turns), 2),
         "ttfa_ms": {f"p{q}": round(1e3 * float(np.percentile(hearing.first_s, q)), 1) for q in (50, 95)},
         "underruns": underruns(engine) - before,
         "failed": hearing.failed,
@@ -343,6 +350,7 @@ def run_part(options: argparse.Namespace) -> None:
         "kernels": partial(device_kernels.kernels, alone=alone),
         "fp8": partial(device_kernels.fp8_products, alone=alone),
         "flashinfer": partial(device_flashinfer.compared, alone=alone),
+        "codec": partial(device_codec.formats, alone=alone, longest=longest, replay_ms=replay_ms),
         "checks": checks,
         "figures": partial(figures, options=options),
     }
@@ -359,6 +367,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--parts", nargs="+", choices=KINDS, help="kinds of parts to run (default: all)")
     parser.add_argument(
         "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="models of the part figures"
     )
@@ -368,8 +377,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="seconds of arrivals at each rate")
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--codec", default="float32")
+    parser.add_argument(
+        "--codecs",
+        nargs="*",
+        default=[],
+        metavar="FAMILY=SIZE",
+        help="models of the part codec (default: none)",
+    )
     parser.add_argument("--weights", default="published", help="of the part figures, as of zoo serve")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-http", dest="http", action="store_false", help="no figures over HTTP")
+    parser.add_argument(
+        "--again",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="parts or kinds to repeat, though RESULT.json has them",
+    )
+    parser.add_argument("--cache-dir", type=Path, help="the folder of everything that is compiled")
     parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -379,85 +404,30 @@ def main() -> None:
 
     names = list(zoo.families()) if options.checks is None else options.checks
     models = [f"{name}=tiny" for name in zoo.families()] if options.models is None else options.models
-    parts = [
-        *(f"figures={model}" for model in models),
-        "kernels",
-        "fp8",
-        "flashinfer",
-        *(f"checks={name}" for name in names),
-    ]
-    result: dict[str, Any] = {
+    by_kind = {
+        "figures": [f"figures={model}" for model in models],
+        "kernels": ["kernels"],
+        "fp8": ["fp8"],
+        "codec": [f"codec={model}" for model in options.codecs],
+        "flashinfer": ["flashinfer"],
+        "checks": [f"checks={name}" for name in names],
+    }
+    parts = [part for kind in options.parts or by_kind for part in by_kind[kind]]
+    header = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "arguments": sys.argv[1:],
-    } | {part: {} for part in parts}
-    sys.exit(any(run_all(parts, result, options)))
-
-
-def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespace) -> list[bool]:
-    """Run all parts at once. Return for each whether it failed."""
-    ends_s, writing = time.monotonic() + options.limit_s, threading.Lock()
-    processes: dict[str, subprocess.Popen[str]] = {}
-
-    def tell_others(part: str, signal_number: int) -> None:
-        for other, process in processes.items():
-            if other != part and process.poll() is None:
-                tell(process, signal_number)
-
-    def follow(part: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        is_alone = False
-        for line in process.stdout:
-            found = json.loads(line)
-            with writing:
-                if ALONE in found:
-                    is_alone = found[ALONE]
-                    tell_others(part, signal.SIGSTOP if is_alone else signal.SIGCONT)
-                    continue
-                result[part] |= found
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
-        if is_alone:
-            tell_others(part, signal.SIGCONT)
-
+    }
+    ends_s = time.monotonic() - time.process_time() + options.limit_s  # importing torch counts too
+    os.environ.update(device_parts.environment(options.cache_dir))
+    result = device_parts.continued(options.out, header)
+    open_parts = device_parts.to_run(parts, result, options.again)
     with tempfile.TemporaryDirectory() as directory:
-        lock = {"DEVICE_LOCK": str(Path(directory) / "lock")}
-        followers = []
-        try:
-            with writing:
-                for part in parts:
-                    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-                    processes[part] = subprocess.Popen(
-                        command,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        env=os.environ | lock,
-                        start_new_session=True,
-                    )
-            for part, process in processes.items():
-                followers.append(threading.Thread(target=follow, args=(part, process)))
-                followers[-1].start()
-            for process in processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(ends_s - time.monotonic(), 0))
-        finally:
-            for process in processes.values():
-                if process.poll() is None:
-                    tell(process, signal.SIGKILL)
-            for follower in followers:
-                follower.join()
-        for part, process in processes.items():
-            if "seconds" not in result[part]:
-                result[part].setdefault("error", f"the part ended with status {process.wait()}")
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return ["error" in result[part] for part in parts]
-
-
-def tell(process: subprocess.Popen[str], signal_number: int) -> None:
-    """Send a signal to a part and to the compilers that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal_number)
+        os.environ["DEVICE_LOCK"] = str(Path(directory) / "lock")
+        device_parts.run_all([sys.executable, *sys.argv], open_parts, result, options.out, ends_s)
+    sys.exit(any("error" in result[part] for part in parts))
 
 
 if __name__ == "__main__":

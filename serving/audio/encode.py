@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import av
 import numpy as np
 import soxr
 
@@ -232,6 +231,8 @@ class _Codec:
         options: Mapping[str, str],
         bit_rate: int | None = None,
     ):
+        import av  # when it is needed: see speed.py
+
         self.sink = sink
         self.tick = Fraction(1, rate_hz)
         self.position = 0  # samples
@@ -247,6 +248,8 @@ class _Codec:
         self.container.start_encoding()
 
     def feed(self, pcm: bytes) -> bytes:
+        import av
+
         samples = np.frombuffer(pcm, "<i2")[None]  # [1, N]
         if samples.size:
             frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")

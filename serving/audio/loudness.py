@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-import av
 import numpy as np
-from av.filter import Graph
 
 from serving.audio.pcm import pcm16
+
+if TYPE_CHECKING:
+    import av  # imported when it is used: see speed.py
 
 MIN_LUFS, MAX_LUFS = -36.0, -8.0
 MAX_GAIN_DB = 24.0  # more would make noise as loud as speech
@@ -42,6 +44,8 @@ class _Filter:
     """One of FFmpeg's filters on a stream of float64 samples."""
 
     def __init__(self, sample_rate_hz: int, name: str, options: str):
+        from av.filter import Graph
+
         self._rate_hz, self._num_pushed = sample_rate_hz, 0
         self._graph = Graph()
         tick = Fraction(1, sample_rate_hz)
@@ -53,6 +57,8 @@ class _Filter:
 
     def feed(self, samples: np.ndarray) -> Iterator[av.AudioFrame]:
         """Take samples [N], and yield the frames that are ready."""
+        import av
+
         if samples.size:
             frame = av.AudioFrame.from_ndarray(
                 np.ascontiguousarray(samples[None]), format="dbl", layout="mono"
@@ -70,6 +76,8 @@ class _Filter:
         yield from self._pull()
 
     def _pull(self) -> Iterator[av.AudioFrame]:
+        import av
+
         while True:
             try:
                 frame = self._graph.pull()

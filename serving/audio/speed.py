@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import av
 import numpy as np
-from av.filter import Graph
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
 MIN_TEMPO, MAX_TEMPO = 0.5, 2.0  # range of one filter
@@ -35,6 +33,8 @@ class Stretch:
     """
 
     def __init__(self, sample_rate_hz: int, speed: float):
+        from av.filter import Graph  # FFmpeg's libraries take 40 ms, and most speech needs none of them
+
         self._rate_hz = sample_rate_hz
         self._speed = speed
         self._num_taken = self._num_pushed = self._num_given = 0  # samples
@@ -84,6 +84,8 @@ class Stretch:
         del self._held[: len(self._held) // size * size]
 
     def _push(self, samples: np.ndarray) -> None:
+        import av
+
         frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
         frame.sample_rate = self._rate_hz
         frame.time_base = Fraction(1, self._rate_hz)
@@ -93,6 +95,8 @@ class Stretch:
         self._pull()
 
     def _pull(self) -> None:
+        import av
+
         while True:
             try:
                 frame = self._graph.pull()

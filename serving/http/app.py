@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import os
 import secrets
 import socket
@@ -241,7 +242,7 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
         log.warning("voices", problem=problem)
     running = [
         asyncio.create_task(work)
-        for work in (app.state.works.run(), server.engine.run(), server.start_decoders())
+        for work in (app.state.works.run(), server.engine.run(), server.start_decoders(), import_codecs())
     ]
     if app.state.heartbeat_fd is not None:
         running.append(asyncio.create_task(heartbeat.beat(app.state.heartbeat_fd)))
@@ -256,6 +257,12 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
         await server.aligner.close()
     if server.tracing is not None:
         await asyncio.to_thread(server.tracing.close)
+
+
+async def import_codecs() -> None:
+    """Import FFmpeg once the server listens, so that the first coded answer finds it. Raw samples need none."""
+    with suppress(ImportError):  # such an answer then fails, and the log says why
+        await asyncio.to_thread(importlib.import_module, "av")
 
 
 def give_back_freed_memory() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 
-import av
 import numpy as np
 import soxr
 
@@ -36,6 +35,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     frame and fails as soon as it exceeds max_s, because a file of a few kilobytes can hold minutes of audio.
     Raises ValueError.
     """
+    import av  # not in the HTTP process, which shares this file's constants
+
     form = container(data[:16])
     if form is None:
         raise ValueError(f"its audio format is not supported; use {KNOWN}")

@@ -31,6 +31,8 @@ def max_clip_bytes(max_s: float) -> int:
 
 
 def main() -> None:
+    import av  # noqa: F401, the first recording finds it, and its libraries count as this process's own
+
     own_bytes = address_space_bytes()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (

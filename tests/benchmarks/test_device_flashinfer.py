@@ -54,7 +54,8 @@ def apply_rope_with_cos_sin_cache(positions, q, k, dim, cache):
     return turned(q).to(q.dtype), turned(k).to(k.dtype)
 
 
-def top_k_top_p_sampling_from_logits(logits, top_k, top_p):
+def top_k_top_p_sampling_from_logits(logits, top_k, top_p, seed, offset):
+    assert seed.dtype == offset.dtype == torch.int64
     assert top_k.dtype == torch.int32 and logits.shape[:1] == top_k.shape == top_p.shape
     return logits.argmax(-1)
 
@@ -66,14 +67,18 @@ def theirs(monkeypatch):
         "norm.rmsnorm": rmsnorm,
         "rope.apply_rope_with_cos_sin_cache": apply_rope_with_cos_sin_cache,
         "sampling.top_k_top_p_sampling_from_logits": top_k_top_p_sampling_from_logits,
+        "norm.get_norm_module": object,
+        "rope.get_rope_module": object,
+        "sampling.get_sampling_module": object,
     }
-    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    package = types.ModuleType("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
     for name, function in functions.items():
         module, attribute = name.split(".")
-        made = types.ModuleType(f"flashinfer.{module}")
+        made = vars(package).setdefault(module, types.ModuleType(f"flashinfer.{module}"))
         setattr(made, attribute, function)
         monkeypatch.setitem(sys.modules, made.__name__, made)
-    kernels = types.SimpleNamespace(failure=lambda *_: None)
+    kernels = types.SimpleNamespace(failure=lambda *_: None, gate_failure=lambda: None)
     monkeypatch.setattr(gpu, "of_gpu", lambda name: kernels)
     monkeypatch.setattr(flashinfer_attention, "why_not", lambda kv, page_tokens: None)
     monkeypatch.setattr(flashinfer_attention, "version", lambda: "0.6.4")
@@ -81,7 +86,13 @@ def theirs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     shapes = {"a": device_flashinfer.Shape(6, 2, 16, 32, 50), "b": device_flashinfer.Shape(2, 2, 32, 32, 0)}
-    for name, value in (("SHAPES", shapes), ("STREAMS", (1, 3)), ("PROMPTS", (1, 2)), ("POSITIONS", 64)):
+    for name, value in (
+        ("SHAPES", shapes),
+        ("STREAMS", (1, 3)),
+        ("ROWS", (1, 3)),
+        ("PROMPTS", (1, 2)),
+        ("POSITIONS", 64),
+    ):
         monkeypatch.setattr(device_flashinfer, name, value)
     monkeypatch.setattr(device_flashinfer, "DEVICE", "cpu")
     monkeypatch.setattr(device_kernels, "DEVICE", "cpu")
@@ -89,13 +100,15 @@ def theirs(monkeypatch):
 
 def run() -> dict[str, object]:
     found: dict[str, object] = {}
-    device_flashinfer.compared(lambda name, value: found.update({name: value}), lambda put: nullcontext())
+    put = lambda name, value: found.update({name: value})  # noqa: E731
+    device_flashinfer.compared(put, lambda put: nullcontext(), tuple(device_flashinfer.SHAPES)[:2])
     return found
 
 
 def test_every_family_has_a_row_for_each_number_of_streams(theirs):
     found = run()
     assert (found.pop("version"), found.pop("not built")) == ("0.6.4", {})
+    assert found.pop("building took, s") >= 0
     named = {"step": (1, 3), "prompt": (1, 2), "norm": (1, 3), "rope": (1, 3), "draw": (1, 3)}
     rows = {f"{name}, {family}, {n}" for name, counts in named.items() for n in counts for family in "ab"}
     assert set(found) == rows - {"draw, b, 1", "draw, b, 3"}  # b draws nothing

@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from typing import Protocol
 
-import av
-
 FORMATS = ("pcm", "wav", "mp3", "opus", "aac")  # not flac: the end of a frame is known only some frames later
 OPUS_HZ = (
     48000  # an Ogg page's position counts at this rate, whatever was encoded. Source: RFC 7845, section 4
@@ -129,6 +127,8 @@ class Coded:
     """A counter that decodes MP3 and AAC (ADTS) frames once they are complete; their headers have lengths."""
 
     def __init__(self, codec: str):
+        import av  # when it is needed: raw samples are counted without FFmpeg
+
         self.sample_rate_hz = 0
         self.codec = codec
         context = av.CodecContext.create(codec, "r")
@@ -136,6 +136,8 @@ class Coded:
         self.context = context
 
     def feed(self, data: bytes) -> int:
+        import av
+
         num = 0
         try:
             for packet in self.context.parse(data):

@@ -1,0 +1,178 @@
+"""The figures of device.py over HTTP: the warm engine of a part, served as `zoo serve` does it.
+
+    zoo load, its workers ── HTTP ── HTTP process ── Unix socket ── this process, with the warm engine
+
+The engine is not loaded or compiled a second time: this process opens the engine's socket itself, and starts the
+project's HTTP process and `zoo load` next to it. Both end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serving.engine.engine import Engine
+
+ROOT = Path(__file__).parent.parent
+PARTS = "serving.http.app", "serving.cli.load", "serving.tools.load.worker"  # what must be importable
+FORMAT = "pcm"  # needs no FFmpeg
+SHOWN = (
+    *("requests", "failed", "failures", "failure_examples"),
+    *("ttfa_p50_ms", "ttfa_p90_ms", "ttfa_p95_ms", "ttfa_p99_ms"),
+    *("audio_s_per_s", "stream_viability", "chunk_viability", "c50", "underruns"),
+    *("client_cpu_share", "client_limits"),
+)
+READY_S = 60.0  # for the HTTP process, which starts in one or two
+
+
+class Failed(RuntimeError):
+    """A process of this part did not do its work; the message has what it wrote last."""
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the other processes, which find this checkout's packages."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}
+
+
+def why_not() -> str | None:
+    """Return why the processes cannot be started here, or None: which package cannot be imported."""
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(PARTS)}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    return None if found.returncode == 0 else last_line(found.stderr)
+
+
+def last_line(text: str) -> str:
+    return next(reversed(text.split("\n")[:-1]), "it wrote nothing")
+
+
+def over_http(
+    engine: Engine,
+    streams: Sequence[int],
+    rates: Sequence[float],
+    frames: int,
+    seconds: float,
+    put: Callable[[str, Any], None],
+) -> None:
+    """Report what listeners over HTTP notice of a running engine with one model: closed loops of `streams`, and
+    random arrivals at `rates`, of `seconds` each. Raises Failed."""
+    with served(engine) as url:
+        ask = partial(measured, url, frames, seconds)
+        if streams:
+            for run in ask("streams", streams):
+                put(f"{run['streams']} streams, each followed by the next, over HTTP", shown(run))
+        for rate in rates:
+            [run] = ask("rate", [rate])
+            put(f"{rate:g} requests a second, over HTTP", shown(run))
+
+
+def shown(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that stand next to the engine's own. Shares are from 0 to 1."""
+    values = {name: run[name] for name in SHOWN}
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def measured(
+    url: str, frames: int, seconds: float, kind: str, values: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Run `zoo load` with a ladder of streams or rates, and return its runs. Raises Failed."""
+    command = [sys.executable, "-m", "serving", "load", url, "--json", "--format", FORMAT]
+    command += ["--duration", f"{seconds:g}", "-O", f"max_new_tokens={frames}"]
+    command += [part for value in values for part in (f"--{kind}", f"{value:g}")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    try:
+        runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+    except (ValueError, KeyError):
+        raise Failed(f"zoo load ended with status {done.returncode}: {last_line(done.stderr)}") from None
+    return runs
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[str]:
+    """Serve an engine that runs on another thread of this process, and yield the address. Raises Failed."""
+    from serving.engine.connections import Bridge
+    from serving.engine.engine_process import SWITCH_S
+    from serving.engine.wire import describe
+    from serving.supervisor import bind, pipe, socket_directory
+
+    switch_s, after_turn = sys.getswitchinterval(), engine.after_turn
+    with bind("127.0.0.1", 0) as listener, socket_directory() as directory, pipe() as (parent_fd, _):
+        path = f"{directory}/engine.sock"
+        bridge = Bridge()
+        bridge.listen(path)
+        sys.setswitchinterval(SWITCH_S)  # as the engine's process
+        try:
+            bridge.open(engine, [describe(name, model.family.spec) for name, model in engine.models.items()])
+            with http_process(path, listener.fileno(), parent_fd):
+                yield "http://{}:{}".format(*listener.getsockname()[:2])
+        finally:
+            engine.after_turn = after_turn
+            sys.setswitchinterval(switch_s)
+            bridge.pool.shutdown()
+            bridge.slow_pool.shutdown()
+            bridge.loop.call_soon_threadsafe(bridge.loop.stop)
+
+
+@contextmanager
+def http_process(path: str, listening_fd: int, parent_fd: int) -> Iterator[None]:
+    """Run the HTTP process for the engine's socket at `path`, from the time that it is ready. Raises Failed."""
+    from serving.settings import HTTPArguments, Settings
+    from serving.supervisor import command
+
+    with tempfile.TemporaryDirectory() as voices, tempfile.TemporaryFile("w+") as said:
+        arguments = HTTPArguments(Settings(voices_dir=voices), path, listening_fd, parent_fd)
+        process = subprocess.Popen(
+            command("serving.http.app", arguments),
+            pass_fds=[listening_fd, parent_fd],
+            env=environment(),
+            stderr=said,
+        )
+        try:
+            wait_until_ready(process, listening_fd, said.fileno())
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(READY_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], listening_fd: int, said_fd: int) -> None:
+    """Raises Failed if the process ends first, or is not ready within READY_S."""
+    import socket
+    from http.client import HTTPConnection
+
+    with socket.socket(fileno=os.dup(listening_fd)) as listener:
+        host, port = listener.getsockname()[:2]
+    ends_s = time.monotonic() + READY_S
+    while time.monotonic() < ends_s:
+        if process.poll() is not None:
+            written = os.pread(said_fd, 1 << 20, 0).decode(errors="replace")
+            raise Failed(f"the HTTP process ended with status {process.returncode}: {last_line(written)}")
+        connection = HTTPConnection(host, port, timeout=READY_S)
+        try:
+            connection.request("GET", "/ready")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:  # it does not accept yet
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    raise Failed(f"the HTTP process was not ready within {READY_S:g} s")
