@@ -1,0 +1,149 @@
+"""The part `codec=FAMILY=SIZE` of device.py: one family's codec in each format of `zoo serve --codec`.
+
+Weights are random. A model's large files have holes instead of values, so that no gigabytes are written. Of each
+format:
+
+    render ROWS x FRAMES, ms   one recorded launch, as the server renders
+    snr_db                     the samples of two windows next to those in float32
+    longest                    the slowest kernels of the largest launch
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.device_kernels import DEVICE, Alone, Put
+from zoo.checkpoint.synthetic import write_tensors
+
+SMALL_BYTES = 1 << 30  # of a file that is written with values
+ROWS = (12, 64)  # at most, of the largest window and of the smallest
+STREAMS = 4  # whose samples are compared
+# "tf32 rows" is no option: TF32 with the layout of the formats in 16 bits
+FORMS: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "tf32": None,
+    "tf32 rows": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@torch.inference_mode()
+def formats(name: str, size: str, put: Put, alone: Alone, longest: Any, replay_ms: Any) -> None:
+    import zoo
+    from zoo.checkpoint import synthetic
+
+    with tempfile.TemporaryDirectory() as directory:
+        with mock.patch.object(synthetic, "write_tensors", write_small):
+            path = zoo.families()[name].write_demo(Path(directory) / size, size, dtype=torch.bfloat16)
+        expected = None
+        for form, dtype in FORMS.items():
+            family = load(path)
+            if dtype is not None:
+                family.narrow_codec(dtype)
+            found: dict[str, Any] = {}
+            samples = spoken(family, form != "float32", 8 if size.startswith("tiny") else 1000)
+            expected = samples if expected is None else expected
+            found["snr_db"] = round(snr_db(samples, expected), 1)
+            if form != "float32" and DEVICE == "cuda":
+                found |= times(family, form, put, alone, longest, replay_ms)
+            put(form, found)
+            del family
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+
+
+def write_small(path: Path, shapes: Any, fill: Any, dtype: torch.dtype) -> None:
+    """Write a file of random tensors, with holes instead of values if it is large."""
+    from benchmarks.rehearsal.shapes import write_holes
+
+    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    (write_holes if size > SMALL_BYTES else write_tensors)(path, shapes, fill, dtype)
+
+
+def load(path: Path) -> Any:
+    """Load a model and fill its codec's weights at random, except those that the checkpoint has values for."""
+    import zoo
+
+    family = zoo.load(path, device=DEVICE, dtype="bfloat16")
+    noise = torch.Generator(DEVICE).manual_seed(0)
+    codec = next(part for part in (getattr(family, name, None) for name in ("codec", "vae")) if part)
+    for key, value in [*codec.decoder.named_parameters(), *codec.decoder.named_buffers()]:
+        if not value.is_floating_point() or value.any():
+            continue
+        if key.endswith(("alpha", "norm.weight", "scale.weight")):
+            value.fill_(1.0)
+        else:
+            fan_in = value[0].numel() if value.dim() > 1 else 100
+            if ".up." in key and value.dim() > 2:
+                fan_in = 2 * len(value)
+            value.normal_(0, fan_in**-0.5, generator=noise)
+    return family
+
+
+def spoken(family: Any, is_tf32: bool, codes: int) -> Tensor:
+    """Return the samples of STREAMS streams' first windows, the smallest and the largest, on the CPU.
+
+    codes: how many codes there are to choose from."""
+    from serving.engine.device.warmup import tf32
+    from serving.tools.requests import first_request
+    from zoo.contract import View
+
+    window = family.spec.window
+    frames = sum(window.sizes) + window.lookahead
+    prompt = next(family.prompts(first_request(family, text="A.", max_frames=frames)))
+    state = family.state(STREAMS, frames)
+    noise = torch.Generator(DEVICE).manual_seed(1)
+    for slot in range(STREAMS):
+        family.admit(state, slot, prompt)
+    if state.tape.is_floating_point():
+        state.tape[:STREAMS].normal_(generator=noise)
+    else:
+        state.tape[:STREAMS].random_(0, codes, generator=noise)
+    state.ready[:STREAMS] = frames
+    slots, start, made = torch.arange(STREAMS, device=DEVICE), 0, []
+    each = torch.ones_like(slots)
+    with tf32(is_tf32):
+        for count in (window.sizes[0], window.sizes[-1]):
+            length = window.length_bucket(start + count)
+            view = View(slots, start * each, count * each, each < 0, count, length)
+            samples, valid = family.render(state, view)
+            made.append(samples[:, : int(valid[0])])
+            start += count
+    return torch.cat(made, 1).double().cpu()
+
+
+def snr_db(samples: Tensor, expected: Tensor) -> float:
+    error = (samples - expected).square().sum()
+    return float(10 * torch.log10(expected.square().sum() / error)) if error else float("inf")
+
+
+def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_ms: Any) -> dict[str, Any]:
+    """Record the largest window of few streams and the smallest of many, and time them alone."""
+    from serving.engine.device.arena import Arena
+    from serving.engine.device.runner import Runner
+    from serving.engine.device.warmup import warm_render
+    from serving.engine.memory.memory_plan import usual_kv_bytes
+
+    runner = Runner(family, max(ROWS), Arena([family], usual_kv_bytes(family, 1)), codec="float32")
+    runner.codec = "tf32"  # of all that is not in rows
+    window = family.spec.window
+    with runner.streams.renders.here():
+        for rows, frames in zip(ROWS, (window.sizes[-1], window.sizes[0]), strict=True):
+            runner.sizes.render_batches = (min(rows, runner.sizes.rows_of_launch(frames)),)
+            warm_render(runner, frames, (window.lengths or (0,))[0])
+    found: dict[str, Any] = {}
+    with alone(put):
+        recorded = runner.lowered.render_graphs.recorded
+        for key, (graph, _) in recorded.items():
+            _, rows, frames, _ = cast(tuple[str, int, int, int], key)
+            found[f"render {rows} x {frames}, ms"] = replay_ms(graph)
+        found["longest"] = longest(next(iter(recorded.values()))[0])
+    return found

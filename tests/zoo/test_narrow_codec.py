@@ -1,0 +1,88 @@
+"""Codecs whose convolutions run over rows, in fp32 and in 16 bits, next to the plain form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import TOYS, directory
+
+import zoo
+from benchmarks.device_codec import snr_db, spoken
+from serving.engine.device.runner import NARROW_CODECS
+from serving.engine.engine import Engine
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+
+NARROW = ("qwen3_tts", "voxcpm2", "higgs_v3", "fish_s2", "zonos")
+CODES = 8  # that every tiny codec has
+LEAST_DB = {torch.float32: 95.0, torch.float16: 33.0, torch.bfloat16: 18.0}
+
+
+def load(name: str, dtype: torch.dtype | None):
+    family = zoo.load(directory(name, "tiny"), "cpu", "float32")
+    if dtype is not None:
+        family.narrow_codec(dtype)
+    return family
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_rows_give_the_plain_form_s_samples(name):
+    with torch.inference_mode():
+        expected = spoken(load(name, None), False, CODES)
+        for dtype, least_db in LEAST_DB.items():
+            samples = spoken(load(name, dtype), False, CODES)
+            assert samples.shape == expected.shape
+            assert snr_db(samples, expected) >= least_db, f"{name} in {dtype}"
+            assert dtype == torch.float32 or not torch.equal(samples, expected), "nothing was rounded"
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.families()) - set(NARROW)))
+def test_other_codecs_say_which_formats_they_have(name):
+    with pytest.raises(ValueError, match=r"has no form in 16 bits; possible for --codec: float32, tf32"):
+        zoo.load(directory(name, "tiny"), "cpu", "float32").narrow_codec(torch.float16)
+
+
+def test_the_engine_asks_for_the_format_of_its_option(monkeypatch):
+    asked = []
+    monkeypatch.setattr("serving.engine.engine.check_settings", lambda *_: None)
+    for codec, dtype in NARROW_CODECS.items():
+        toy = TOYS["toy"]()
+        toy.narrow_codec = asked.append
+        Engine(toy, max_slots=2, compile=False, codec=codec)
+        assert asked.pop() is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [(9,), (4, 5), (1, 1, 7)])
+def test_windows_of_any_cut_agree(dtype, cuts):
+    """The past is kept in fp32, which holds 16 bits exactly."""
+    torch.manual_seed(0)
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.up = CausalConv1d(6, 8, 3, dilation=2), CausalConvTranspose1d(8, 4, 4, 2)
+            self.depthwise = CausalConv1d(4, 4, 3, groups=4)
+
+    layers = Two()
+    for parameter in layers.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    layout = StateLayout(layers)
+    for layer in (layers.first, layers.up, layers.depthwise):
+        layer.to_rows(dtype)
+
+    def run(cuts):
+        rows, made, start = torch.zeros(2, layout.size), [], 0
+        for count in cuts:
+            state = CodecState(layout, rows, count, torch.full((2,), count))
+            x = whole[..., start : start + count]
+            for layer in (layers.first, layers.up, layers.depthwise):
+                x = layer(x, state)
+            made.append(x)
+            rows, start = state.next(), start + count
+            assert rows.dtype == torch.float32
+        return torch.cat(made, 2)
+
+    whole = torch.randn(2, 6, 9)
+    with torch.inference_mode():
+        assert torch.allclose(run(cuts), run((9,)), atol=2e-2, rtol=0)
+        assert run(cuts).dtype == dtype
