@@ -1,28 +1,34 @@
-"""Run everything that needs a machine with a GPU in one call of at most ten minutes: checks, then figures.
+"""Run everything that needs a machine with a GPU in one call of at most ten minutes: figures and checks.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS] ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS] ...] [--parts KIND ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
 values. SLOTS are the server's; by default the largest of --streams. Without --models, every family runs at
-its smallest size.
+its smallest size. KIND is one of:
 
-    kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
-              and the time of a gated product in one launch and in two
-    flashinfer  FlashInfer's kernels and ours at every family's published shapes, by number of streams: the largest gap,
-              and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
-    checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
-              and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
               begin together, one stream for each slot that is followed by the next, and random arrivals at --rates
-              (by default those of predict.py)
+              (by default those of predict.py); then the last two over HTTP, where the same warm engine is served by
+              the HTTP process and asked by `zoo load` (device_http.py). Its audio-s/s count until the last stream
+              ends. Without a package that HTTP needs, the result says which one
+    kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
+              and the time of a gated product in one launch and in two
+    flashinfer  FlashInfer's kernels and ours at published shapes, by number of streams: the largest gap, and the times
+              of both (device_flashinfer.py); skipped with a reason where it cannot run
+    checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
+              and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
 
-Each part is a process, and all start at once, since most of their time is compiling. Only one measures at a
-time, and all others are stopped meanwhile. The result file gets each finding immediately. The exit status is
-1 if something failed.
+Each part is a process, and all start at once, since most of their time is compiling: the figures' compilers go first.
+Only one part measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately.
+After --limit-s all parts are ended; one that was cut off keeps its findings, and its error says so. A later call with
+the same RESULT.json runs the parts that are not complete in it, and those named by --again. With the same --cache-dir,
+such a call finds what was compiled, even for parts that were cut off and after changes of the source (device_parts.py).
+The exit status is 1 if something failed.
 
-It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex, and no
-network. On a machine without a GPU, a check compares the CPU with itself.
+It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, msgspec, structlog, soxr and sentencex, and no
+network; HTTP needs the packages of the server and aiohttp, without av. On a machine without a GPU, a check compares the
+CPU with itself.
 """
 
 from __future__ import annotations
