@@ -6,7 +6,7 @@ one folder of everything that the parts compile:
     inductor, triton    shared by all parts and by later calls with the same --cache-dir. Inductor's own keys decide
                         what is found: they cover the graph and torch, so code of an unchanged graph is found after
                         a change elsewhere in the source, and also after a part was cut off
-    choices             which kernel was faster, by device; delete it to measure again
+    choices             which kernel was faster, by family and device; delete it to measure again
     flashinfer          FlashInfer's modules
     zoo                 the project's own store, which the parts do not use here, since an entry appears there only
                         once it is complete
@@ -60,7 +60,7 @@ def cached(family: Any) -> Iterator[Any]:
         with of_store(family) as entry:
             yield entry
         return
-    directory = Path(os.environ[CACHE]) / "choices"
+    directory = Path(os.environ[CACHE]) / "choices" / family.spec.family  # parts write at once
     directory.mkdir(parents=True, exist_ok=True)
     with choices.kept_in(directory):
         yield None
