@@ -1,31 +1,37 @@
-"""Run everything that needs a machine with a GPU in one call of at most ten minutes: checks, then figures.
+"""Run everything that needs a machine with a GPU in one call of at most ten minutes: figures and checks.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS] ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS]] ...] [--parts KIND ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SLOTS are the server's; by default the largest of --streams. Without --models, every family runs at
-its smallest size.
+values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8. Without --models, every family runs at
+its smallest size. KIND is one of:
 
-    kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
-              and the time of a gated product in one launch and in two
-    fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's; skipped
-              with a reason where a GPU has none
-    codec     of each of --codecs: its render in each format of --codec, and the error (device_codec.py)
-    flashinfer  FlashInfer's kernels and ours at every family's published shapes, by number of streams: the largest gap,
-              and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
-    checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
-              and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
               begin together, one stream for each slot that is followed by the next, and random arrivals at --rates
-              (by default those of predict.py)
+              (by default those of predict.py); then the last two over HTTP, where the same warm engine is served by
+              the HTTP process and asked by `zoo load` (device_http.py). Its audio-s/s count until the last stream
+              ends. Without a package that HTTP needs, the result says which one
+    kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
+              and the time of a gated product in one launch and in two
+    fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's;
+              skipped with a reason where a GPU has none
+    codec     of each of --codecs: its render in each format of --codec, and the error (device_codec.py)
+    flashinfer  FlashInfer's kernels and ours at published shapes, by number of streams: the largest gap, and the times
+              of both (device_flashinfer.py); skipped with a reason where it cannot run
+    checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
+              and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
 
-Each part is a process, and all start at once, since most of their time is compiling. Only one measures at a
-time, and all others are stopped meanwhile. The result file gets each finding immediately. The exit status is
-1 if something failed.
+Each part is a process, and all start at once, since most of their time is compiling: the figures' compilers go first.
+Only one part measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately.
+After --limit-s all parts are ended; one that was cut off keeps its findings, and its error says so. A later call with
+the same RESULT.json runs the parts that are not complete in it, and those named by --again. With the same --cache-dir,
+such a call finds what was compiled, even for parts that were cut off and after changes of the source (device_parts.py).
+The exit status is 1 if something failed.
 
-It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex, and no
-network. On a machine without a GPU, a check compares the CPU with itself.
+It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, msgspec, structlog, soxr and sentencex, and no
+network; HTTP needs the packages of the server and aiohttp, without av. On a machine without a GPU, a check compares the
+CPU with itself.
 """
 
 from __future__ import annotations
@@ -63,7 +69,7 @@ TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "It is a quarter to eight, and the train leaves now.",
 )
-REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
+REPLAYS, REPLAYS_MS = 20, 60  # limits for one graph
 SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
 SETTLE_S = 0.5  # for the other parts to stop, before one measures
 RAMP_S = 2.0  # streams start and settle before they count
@@ -145,23 +151,24 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     import zoo
     from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.engine import Engine
-    from serving.engine.memory.memory_plan import plan
+    from serving.engine.memory.memory_plan import plan, usual_kv_bytes
     from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
-    size, _, slots = size.partition(":")
+    size, slots, weights = (*size.split(":"), "", "")[:3]
     most = int(slots or max(options.streams))
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / size, size)
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
-    request = first_request(family, text=TEXT, max_frames=options.frames)
+    request = first_request(family, text=TEXT, max_frames=round(options.speech_s * family.spec.frame_rate_hz))
     if options.http and (reason := device_http.why_not()) is not None:
         put("over HTTP", f"left out: {reason}")
         options.http = False
-    prepare_for_host(family, compile=not options.no_compile, weights=options.weights)
+    prepare_for_host(family, compile=not options.no_compile, weights=weights or "published")
     began_s = time.perf_counter()
-    engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
+    kv_memory_bytes = int(options.kv_part * usual_kv_bytes(family, most))
+    engine = Engine(family, most, kv_memory_bytes, compile=not options.no_compile, codec=options.codec)
     [model] = engine.models.values()
     begun_s: list[tuple[str, float]] = []  # stage, when it began
     engine.warm(lambda _, stage: begun_s.append((stage, time.perf_counter())), cached)
@@ -170,7 +177,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         warm_s[stage] = warm_s.get(stage, 0) + end_s - start_s
     put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
-    put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
+    put("memory_bytes", {"planned": plan(family, most, kv_memory_bytes).total, "allocated": memory})
     with alone(put):
         for graphs in (model.runner.lowered.step_graphs, model.runner.lowered.render_graphs):
             for key, (graph, _) in graphs.recorded.items():
@@ -178,6 +185,8 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
             if graphs.recorded:  # the first graph is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
+        if options.no_listeners:
+            return
         try:
             beside(engine, partial(listen, name, engine, request, most, options, put))
         finally:
@@ -193,13 +202,17 @@ def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Na
     load(engine, most, 1, replace(request, max_frames=WARM_FRAMES))
     for streams in sorted({min(count, most) for count in options.streams}):
         put(f"{streams} streams", load(engine, streams, 1, request))
-    put(f"{most} streams, each followed by the next", followed(engine, request, most, options.seconds))
+    for streams in sorted({min(max(options.streams), most), most}):
+        put(
+            f"{streams} streams, each followed by the next",
+            followed(engine, request, streams, options.seconds),
+        )
     rates = RATES.get(name, ()) if options.rates is None else options.rates
     for rate in rates:
         put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
     if options.http:
-        streams = sorted({1, most})
-        device_http.over_http(engine, streams, rates, options.frames, options.seconds, put)
+        streams = sorted({min(max(options.streams), most), most})
+        device_http.over_http(engine, streams, rates, request.max_frames, options.seconds, put)
 
 
 @contextmanager
@@ -369,13 +382,22 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--parts", nargs="+", choices=KINDS, help="kinds of parts to run (default: all)")
     parser.add_argument(
-        "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="models of the part figures"
+        "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS]]", help="models of the part figures"
     )
     parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check (default: all)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rates", type=float, nargs="*", help="requests a second for every model")
     parser.add_argument("--seconds", type=float, default=10, help="seconds of arrivals at each rate")
-    parser.add_argument("--frames", type=int, default=100)
+    parser.add_argument(
+        "--speech-s", type=float, default=4.2, help="seconds that a stream speaks, in the mean"
+    )
+    parser.add_argument(
+        "--kv-part",
+        type=float,
+        default=1.0,
+        help="of the KV memory that a server would take, for several models",
+    )
+    parser.add_argument("--no-listeners", action="store_true", help="compile and time launches, nothing more")
     parser.add_argument("--codec", default="float32")
     parser.add_argument(
         "--codecs",
@@ -384,7 +406,6 @@ def main() -> None:
         metavar="FAMILY=SIZE",
         help="models of the part codec (default: none)",
     )
-    parser.add_argument("--weights", default="published", help="of the part figures, as of zoo serve")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-http", dest="http", action="store_false", help="no figures over HTTP")
     parser.add_argument(

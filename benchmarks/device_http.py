@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ SHOWN = (
     *("client_cpu_share", "client_limits"),
 )
 READY_S = 60.0  # for the HTTP process, which starts in one or two
+LOOK_S = 0.5  # how often it is looked after meanwhile
 
 
 class Failed(RuntimeError):
@@ -155,9 +158,6 @@ def http_process(path: str, listening_fd: int, parent_fd: int) -> Iterator[None]
 
 def wait_until_ready(process: subprocess.Popen[bytes], listening_fd: int, said_fd: int) -> None:
     """Raises Failed if the process ends first, or is not ready within READY_S."""
-    import socket
-    from http.client import HTTPConnection
-
     with socket.socket(fileno=os.dup(listening_fd)) as listener:
         host, port = listener.getsockname()[:2]
     ends_s = time.monotonic() + READY_S
@@ -165,12 +165,12 @@ def wait_until_ready(process: subprocess.Popen[bytes], listening_fd: int, said_f
         if process.poll() is not None:
             written = os.pread(said_fd, 1 << 20, 0).decode(errors="replace")
             raise Failed(f"the HTTP process ended with status {process.returncode}: {last_line(written)}")
-        connection = HTTPConnection(host, port, timeout=READY_S)
+        connection = HTTPConnection(host, port, timeout=LOOK_S)  # it waits for a process that accepts
         try:
             connection.request("GET", "/ready")
             if connection.getresponse().status == 200:
                 return
-        except OSError:  # it does not accept yet
+        except OSError:  # it does not answer yet
             pass
         finally:
             connection.close()

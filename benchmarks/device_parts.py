@@ -6,12 +6,12 @@ one folder of everything that the parts compile:
     inductor, triton    shared by all parts and by later calls with the same --cache-dir. Inductor's own keys decide
                         what is found: they cover the graph and torch, so code of an unchanged graph is found after
                         a change elsewhere in the source, and also after a part was cut off
-    choices             which kernel was faster, by device; delete it to measure again
     flashinfer          FlashInfer's modules
     zoo                 the project's own store, which the parts do not use here, since an entry appears there only
                         once it is complete
 
-Triton notes absolute paths in its cache, so a copy has to lie at the same place.
+Which of two kernels is faster is measured again in each call. Triton notes absolute paths in its cache, so a copy of the
+folder has to lie at the same place.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -60,9 +61,7 @@ def cached(family: Any) -> Iterator[Any]:
         with of_store(family) as entry:
             yield entry
         return
-    directory = Path(os.environ[CACHE]) / "choices"
-    directory.mkdir(parents=True, exist_ok=True)
-    with choices.kept_in(directory):
+    with tempfile.TemporaryDirectory() as directory, choices.kept_in(Path(directory)):
         yield None
 
 
