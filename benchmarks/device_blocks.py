@@ -73,6 +73,8 @@ def blocks(compare: Compare, put: Put, alone: Alone) -> None:
                 compare(f"{name}, after attention, {way}", dtype, operator, after)
         compare(f"{name}, attention", dtype, attended, stretch(rows, frames))
         if DEVICE == "cuda":
+            with torch.inference_mode():
+                old(before, after)  # is compiled, for any number of rows
             with alone(put), torch.inference_mode():
                 put(f"{name}, us without attention", times_us(old, given))
                 put(f"{name}, us of attention", attention_us(rows, frames))
