@@ -1,14 +1,16 @@
 """A transformer block of CosyVoice 2's and Chatterbox's flow on a GPU: its kernels compared with the plain operators,
 and the time of a block in its old form, compiled by inductor, and in its new forms.
 
-    python benchmarks/device_blocks.py          needs a GPU and two minutes; device.py's part `kernels` has it too
+    python benchmarks/device_blocks.py [--tiles]       needs a GPU and a minute or two; part of device.py's `kernels`
 
 A time is that of one block in a recorded graph of BLOCKS blocks, each with weights of its own: together they
-are larger than an H100's L2 cache, as in a step of the solver. Attention is timed apart from the rest.
+are larger than an H100's L2 cache, as in a step of the solver. Attention is timed apart from the rest. --tiles times
+each kernel with other sizes of its tiles, for the tables in zoo/kernels/triton_transformer.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,27 @@ CHANNELS, HEADS, DIM = 256, 8, 64
 ROWS = ((2, 50), (2, 200), (24, 100), (128, 50))  # two for each stream, and frames
 BLOCKS = 32
 CHUNK, CHUNKS, KEPT = 50, 20, 100  # frames of a chunk, chunks of a past, frames of a prompt
+# candidates for the tables of triton_transformer.py
+TILES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "NORM_TILES": (
+        *((16, 32, 4, 3, 2), (16, 64, 4, 3, 2), (32, 32, 4, 3, 2), (32, 64, 4, 3, 2), (32, 64, 8, 3, 2)),
+        *((64, 32, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 8, 2, 2), (64, 128, 8, 2, 1), (128, 64, 8, 3, 1)),
+    ),
+    "ADD_TILES": (
+        *((16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (32, 32, 128, 4, 4)),
+        *(
+            (32, 64, 128, 4, 4),
+            (64, 32, 64, 4, 4),
+            (64, 64, 64, 4, 4),
+            (128, 64, 64, 8, 4),
+            (128, 128, 64, 8, 3),
+        ),
+    ),
+    "MLP_TILES": (
+        *((16, 32, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (32, 32, 4, 3), (32, 64, 8, 3), (64, 32, 8, 2)),
+        (64, 64, 8, 2),
+    ),
+}
 Compare = Callable[[str, torch.dtype, Callable[..., Any], tuple[Any, ...]], None]
 
 
@@ -50,6 +73,8 @@ def blocks(compare: Compare, put: Put, alone: Alone) -> None:
                 compare(f"{name}, after attention, {way}", dtype, operator, after)
         compare(f"{name}, attention", dtype, attended, stretch(rows, frames))
         if DEVICE == "cuda":
+            with torch.inference_mode():
+                old(before, after)  # is compiled, for any number of rows
             with alone(put), torch.inference_mode():
                 put(f"{name}, us without attention", times_us(old, given))
                 put(f"{name}, us of attention", attention_us(rows, frames))
@@ -139,7 +164,41 @@ def attention_us(rows: int, frames: int) -> dict[str, float]:
     return {"in two launches": apart, "as it is": recorded_us(calls)}
 
 
+def tiles(put: Put) -> None:
+    """Report the time of each kernel with each candidate for its tiles, and the fastest one."""
+    from zoo.kernels import triton_transformer as ours
+
+    for rows, frames in ROWS:
+        given = [before_and_after(rows, frames, seed) for seed in range(BLOCKS)]
+        wide = random(rows, frames, 4 * CHANNELS, dtype=torch.bfloat16)
+        calls: dict[tuple[str, str], list[Callable[[], object]]] = {
+            ("NORM_TILES", "norm, qkv"): [partial(ours.norm_linear, *before, None) for before, _ in given],
+            ("NORM_TILES", "norm, widen"): [partial(ours.norm_linear, *x[3:9]) for _, x in given],
+            ("ADD_TILES", "project"): [partial(ours.linear_add, *x[:4]) for _, x in given],
+            ("ADD_TILES", "narrow"): [partial(ours.linear_add, wide, *x[9:], x[3]) for _, x in given],
+            ("MLP_TILES", "in one"): [partial(ours.mlp_in_one, *x) for _, x in given],
+        }
+        for (table, name), each in calls.items():
+            found: dict[str, float | str] = {}
+            for tile in TILES[table]:
+                with mock.patch.object(ours, table, {ours.MORE: tile}):
+                    try:
+                        found[str(tile)] = recorded_us(each)
+                    except Exception as error:  # a tile may need more than a program of this card can have
+                        found[str(tile)] = f"{type(error).__name__}: {str(error)[:80]}"
+            times = {tile: us for tile, us in found.items() if isinstance(us, float)}
+            put(
+                f"{rows} x {frames}, {name}, us",
+                found | {"fastest": min(times, key=lambda tile: times[tile])},
+            )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiles", action="store_true", help="time the kernels with other tiles, too")
+    options = parser.parse_args()
     wrong = []
 
     def compare(name: str, dtype: torch.dtype, operator: Callable[..., Any], given: tuple[Any, ...]) -> None:
@@ -152,6 +211,9 @@ def main() -> None:
         yield
 
     blocks(compare, partial(print, flush=True), alone)
+    if options.tiles:
+        with torch.inference_mode():
+            tiles(partial(print, flush=True))
     sys.exit(f"kernels that differ from the plain operators: {', '.join(wrong)}" if wrong else 0)
 
 

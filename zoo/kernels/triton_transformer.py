@@ -12,29 +12,31 @@ input while its sums are in registers. Results are rounded where the plain opera
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Entry = TypeVar("Entry")
 PROCESSORS = 132  # of an H100
 LARGE_BYTES = 180 << 10  # of shared memory per program; an H100 has more, an RTX 4090 less
-# Tables are keyed by the largest number of rows of a launch; the last entry is for more. A launch of few rows
-# has small tiles, because it has too few of large ones for a GPU's processors.
-# `_norm_linear`: rows of a program, and how many programs a processor runs at once
-NORM_TILES: dict[int, tuple[int, int]] = {192: (32, 2), 4096: (64, 2), 1 << 62: (128, 1)}
-LARGE_TILE, SMALL_TILE = 128 * 256, 64 * 256  # numbers of x in a program
-# `_linear_add`: rows, columns, values of both that are multiplied at once, warps, and pipeline stages
-ADD_TILES: dict[int, tuple[int, int, int, int, int]] = {
+LARGE_TILE, SMALL_TILE = 128 * 256, 64 * 256  # numbers of x that a program of `_norm_linear` has at most
+# Tables of tiles are keyed by the largest number of rows of a launch; the last entry is for more. A launch of
+# few rows has small tiles, because it has too few of large ones for a GPU's processors.
+Tile = tuple[int, ...]
+MORE = 1 << 62
+# rows and columns of `_norm_linear`, warps, pipeline stages, and how many programs a processor runs at once
+NORM_TILES: dict[int, Tile] = {192: (32, 64, 4, 3, 2), 4096: (64, 64, 4, 2, 2), MORE: (128, 64, 8, 3, 1)}
+# rows and columns of `_linear_add`, values of both that are multiplied at once, warps, stages
+ADD_TILES: dict[int, Tile] = {
     192: (16, 32, 128, 4, 4),
     768: (32, 32, 128, 4, 4),
     4096: (64, 64, 64, 4, 4),
-    1 << 62: (128, 64, 64, 8, 4),
+    MORE: (128, 64, 64, 8, 4),
 }
-MLP_ROWS = {1024: 16, 4096: 32, 1 << 62: 64}  # of a program of `_norm_mlp`
+# rows of `_norm_mlp`, hidden numbers that are computed at once, warps, stages
+MLP_TILES: dict[int, Tile] = {1024: (16, 64, 8, 3), 4096: (32, 64, 8, 3), MORE: (64, 64, 8, 2)}
 
 
 @triton.jit
@@ -188,25 +190,25 @@ def _norm_mlp(
     tl.store(out + at, (middle + z).to(kind), mask=is_there)
 
 
-def _for_rows(num: int, table: dict[int, Entry]) -> Entry:
-    return next(entry for most, entry in table.items() if num <= most)
+def _for_rows(num: int, tiles: dict[int, Tile]) -> Tile:
+    return next(tile for most, tile in tiles.items() if num <= most)
 
 
 def norm_constants(num: int, out: int, width: int, is_gelu: bool, shared_bytes: int) -> dict[str, Any]:
     """Return the compile-time constants of `_norm_linear` for `num` rows. shared_bytes: the shared memory that
     a program of the device can have."""
-    tile = LARGE_TILE if shared_bytes >= LARGE_BYTES else SMALL_TILE
-    rows = min(_for_rows(num, NORM_TILES)[0], tile // width)
-    columns = min(64, triton.next_power_of_2(out), tile // 2 // width)
-    sizes = {"OUT": out, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "IS_GELU": is_gelu}
-    return sizes | {"STAGES": 2 if rows == 64 else 3, "num_warps": 8 if rows > 64 else 4}
+    most = LARGE_TILE if shared_bytes >= LARGE_BYTES else SMALL_TILE
+    rows, columns, num_warps, num_stages, _ = _for_rows(num, NORM_TILES)
+    columns = min(columns, triton.next_power_of_2(out), most // 2 // width)
+    sizes = {"OUT": out, "WIDTH": width, "ROWS": min(rows, most // width), "COLUMNS": columns}
+    return sizes | {"IS_GELU": is_gelu, "STAGES": num_stages, "num_warps": num_warps}
 
 
 def share(num: int, sizes: dict[str, Any]) -> int:
     """Return how many columns a program of `_norm_linear` computes: so many that all programs run at once, if
     their rows allow it."""
     tiles, blocks = triton.cdiv(num, sizes["ROWS"]), triton.cdiv(sizes["OUT"], sizes["COLUMNS"])
-    parts = max(1, PROCESSORS * _for_rows(num, NORM_TILES)[1] // tiles)
+    parts = max(1, PROCESSORS * _for_rows(num, NORM_TILES)[-1] // tiles)
     return triton.cdiv(blocks, min(blocks, parts)) * sizes["COLUMNS"]
 
 
@@ -221,11 +223,13 @@ def add_constants(num: int, out: int, width: int) -> dict[str, Any]:
 def mlp_constants(num: int, inner: int, width: int, hidden: int, shared_bytes: int) -> dict[str, Any]:
     """Return the compile-time constants of `_norm_mlp` for `num` rows: sizes at which its registers do not
     spill (the build test checks that). shared_bytes: as for `norm_constants`."""
-    rows, is_large = _for_rows(num, MLP_ROWS), shared_bytes >= LARGE_BYTES
-    sizes = {"INNER": inner, "WIDTH": width, "HIDDEN": hidden, "ROWS": rows}
-    block = 64 if is_large else 32
-    sizes |= {"STEP": min(block, triton.next_power_of_2(inner)), "BLOCK": min(block, hidden)}
-    return sizes | {"STAGES": 2 if rows > 32 else 3, "num_warps": 8, "num_stages": 3 if is_large else 2}
+    rows, block, num_warps, num_stages = _for_rows(num, MLP_TILES)
+    if shared_bytes < LARGE_BYTES:
+        block = 32
+    step = min(block, triton.next_power_of_2(inner))
+    sizes = {"INNER": inner, "WIDTH": width, "HIDDEN": hidden, "ROWS": rows, "STEP": step}
+    sizes |= {"BLOCK": min(block, hidden), "STAGES": num_stages}
+    return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
 
 def norm_linear(

@@ -25,10 +25,12 @@ MOST_IN_ONE = 256  # channels; the sums of more do not fit into registers
 WAYS = ("in three", "in one")  # launches after attention; the first one is taken where none was measured
 
 
-def fits(x: Tensor, inner: int) -> bool:
-    """Return whether these operators take a block whose input is x [..., C] and whose heads have `inner`
-    numbers together: on a GPU, in half precision, with rows and products that fill tiles."""
-    return x.device.type == "cuda" and x.dtype in DTYPES and x.shape[-1] in WIDTHS and inner % 16 == 0
+def fits(x: Tensor, *layers: nn.Linear | FusedLinear) -> bool:
+    """Return whether these operators take a block whose input is x [..., C]: on a GPU, with weights in the same
+    half precision, with rows and products that fill tiles."""
+    if x.device.type != "cuda" or x.dtype not in DTYPES or x.shape[-1] not in WIDTHS:
+        return False
+    return all(one.weight.dtype == x.dtype and one.weight.shape[1] % 16 == 0 for one in layers)
 
 
 def _empty_product(x: Tensor, weight: Tensor, bias: Tensor, eps: float, factor: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class TransformerBlock(nn.Module):
         layers, of which this block has number `block`. Without a mask, caches are pages, with layer 0 where
         they begin, and this block has number `layers[block]`.
         """
-        in_few = transformer.fits(x, self.out.in_features)
+        in_few = transformer.fits(x, self.qkv, self.out, self.widen, self.narrow)
         if in_few:
             q, k, v = transformer.project(x, self.attention_norm, self.qkv)
         else:
