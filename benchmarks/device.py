@@ -1,10 +1,10 @@
 """Run everything that needs a machine with a GPU in one call of at most ten minutes: figures and checks.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS]] ...] [--parts KIND ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC]]] ...] [--parts KIND ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8. Without --models, every family runs at
+values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8, CODEC as --codec. Without --models, every family runs at
 its smallest size. KIND is one of:
 
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
@@ -148,6 +148,8 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
+    from torch._dynamo.utils import counters
+
     import zoo
     from serving.engine.device.prepare_for_host import prepare_for_host
     from serving.engine.engine import Engine
@@ -155,7 +157,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
-    size, slots, weights = (*size.split(":"), "", "")[:3]
+    size, slots, weights, codec = (*size.split(":"), "", "", "")[:4]
     most = int(slots or max(options.streams))
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / size, size)
@@ -168,13 +170,21 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     prepare_for_host(family, compile=not options.no_compile, weights=weights or "published")
     began_s = time.perf_counter()
     kv_memory_bytes = int(options.kv_part * usual_kv_bytes(family, most))
-    engine = Engine(family, most, kv_memory_bytes, compile=not options.no_compile, codec=options.codec)
+    compile = not options.no_compile
+    engine = Engine(
+        family, max_slots=most, kv_memory_bytes=kv_memory_bytes, compile=compile, codec=codec or options.codec
+    )
     [model] = engine.models.values()
     begun_s: list[tuple[str, float]] = []  # stage, when it began
     engine.warm(lambda _, stage: begun_s.append((stage, time.perf_counter())), cached)
     warm_s = {"all": time.perf_counter() - began_s}
     for (stage, start_s), (_, end_s) in pairwise(begun_s):
         warm_s[stage] = warm_s.get(stage, 0) + end_s - start_s
+    found = {kind: dict(counters[kind]) for kind in ("aot_autograd", "inductor") if counters[kind]}
+    put(
+        "of torch's caches",
+        {kind: {k: n for k, n in of.items() if "cache" in k} for kind, of in found.items()},
+    )
     put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most, kv_memory_bytes).total, "allocated": memory})
@@ -382,7 +392,10 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--parts", nargs="+", choices=KINDS, help="kinds of parts to run (default: all)")
     parser.add_argument(
-        "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS]]", help="models of the part figures"
+        "--models",
+        nargs="*",
+        metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC]]]",
+        help="models of the part figures",
     )
     parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check (default: all)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
