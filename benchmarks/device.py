@@ -4,7 +4,8 @@
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8, CODEC as --codec. Without --models, every family runs at
+values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8, CODEC as --codec.
+Without --models, every family runs at
 its smallest size. KIND is one of:
 
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
@@ -172,7 +173,12 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     kv_memory_bytes = int(options.kv_part * usual_kv_bytes(family, most))
     compile = not options.no_compile
     engine = Engine(
-        family, max_slots=most, kv_memory_bytes=kv_memory_bytes, compile=compile, codec=codec or options.codec
+        family,
+        max_slots=most,
+        kv_memory_bytes=kv_memory_bytes,
+        compile=compile,
+        codec=codec or options.codec,
+        attention=options.attention,
     )
     [model] = engine.models.values()
     begun_s: list[tuple[str, float]] = []  # stage, when it began
@@ -412,6 +418,7 @@ def main() -> None:
     )
     parser.add_argument("--no-listeners", action="store_true", help="compile and time launches, nothing more")
     parser.add_argument("--codec", default="float32")
+    parser.add_argument("--attention", default="auto", help="of the part figures, as of zoo serve")
     parser.add_argument(
         "--codecs",
         nargs="*",
