@@ -93,7 +93,11 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
     "weights, compile, why",
     [
         ("int4", True, "weights 'int4' are not possible; possible: published, int8, fp8"),
-        ("fp8", True, "GPU of compute capability 8.9 or newer, and the model is on cpu: use weights published or int8"),
+        (
+            "fp8",
+            True,
+            "GPU of compute capability 8.9 or newer, and the model is on cpu: use weights published or int8",
+        ),
         ("int8", False, "compiled kernels without --no-compile"),
     ],
 )
