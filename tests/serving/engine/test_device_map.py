@@ -81,6 +81,13 @@ def test_without_a_gpu_a_device_map_is_refused():
         placement(options, 1, None)
 
 
+def test_rounded_weights_are_not_spread_over_devices():
+    models = {"a": str(directory("qwen3_tts", "tiny"))}
+    options = Options(models=models, device="cuda", device_map="auto", weights="fp8")
+    with pytest.raises(ValueError, match="--weights fp8 needs all on one GPU"):
+        placement(options, 1, None)
+
+
 def test_weights_are_read_to_where_their_layer_lies():
     """To `meta` here, so that a layer can be told from the others. The depth model has layers of these names
     too."""
