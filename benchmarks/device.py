@@ -165,6 +165,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
     request = first_request(family, text=TEXT, max_frames=round(options.speech_s * family.spec.frame_rate_hz))
+    options.http = name in options.http if options.http else not options.no_http
     if options.http and (reason := device_http.why_not()) is not None:
         put("over HTTP", f"left out: {reason}")
         options.http = False
@@ -201,7 +202,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
             if graphs.recorded:  # the first graph is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
-        if options.no_listeners:
+        if options.part in options.only_launches:
             return
         try:
             beside(engine, partial(listen, name, engine, request, most, options, put))
@@ -416,7 +417,16 @@ def main() -> None:
         default=1.0,
         help="of the KV memory that a server would take, for several models",
     )
-    parser.add_argument("--no-listeners", action="store_true", help="compile and time launches, nothing more")
+    parser.add_argument(
+        "--only-launches", nargs="+", default=[], metavar="PART", help="figures without listeners"
+    )
+    parser.add_argument(
+        "--beside",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="parts that go on while others measure, on half of the cores; they must take longest to compile",
+    )
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--attention", default="auto", help="of the part figures, as of zoo serve")
     parser.add_argument(
@@ -427,7 +437,8 @@ def main() -> None:
         help="models of the part codec (default: none)",
     )
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-http", dest="http", action="store_false", help="no figures over HTTP")
+    parser.add_argument("--http", nargs="+", metavar="FAMILY", help="figures over HTTP for these alone")
+    parser.add_argument("--no-http", action="store_true", help="no figures over HTTP")
     parser.add_argument(
         "--again",
         nargs="+",
@@ -467,7 +478,7 @@ def main() -> None:
     open_parts = device_parts.to_run(parts, result, options.again)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["DEVICE_LOCK"] = str(Path(directory) / "lock")
-        device_parts.run_all([sys.executable, *sys.argv], open_parts, result, options.out, ends_s)
+        device_parts.run_all([sys.executable, *sys.argv], open_parts, result, options.out, ends_s, options.beside)
     sys.exit(any("error" in result[part] for part in parts))
 
 

@@ -82,10 +82,16 @@ def to_run(parts: Sequence[str], result: dict[str, Any], again: Sequence[str]) -
 
 
 def run_all(
-    command: Sequence[str], parts: Sequence[str], result: dict[str, Any], out: Path, ends_s: float
+    command: Sequence[str],
+    parts: Sequence[str],
+    result: dict[str, Any],
+    out: Path,
+    ends_s: float,
+    beside: Sequence[str] = (),
 ) -> None:
     """Run all parts at once, each with `command --part PART`, until they end or the clock says ends_s. Every
-    finding is written to the file immediately; those of an earlier call are replaced one by one."""
+    finding is written to the file immediately; those of an earlier call are replaced one by one. beside: parts
+    that are not stopped while others measure, since they have half of the cores to themselves."""
     writing = threading.Lock()
     processes: dict[str, subprocess.Popen[str]] = {}
     for part in parts:
@@ -96,7 +102,7 @@ def run_all(
 
     def tell_others(part: str, signal_number: int) -> None:
         for other, process in processes.items():
-            if other != part and process.poll() is None:
+            if other != part and other not in beside and process.poll() is None:
                 tell(process, signal_number)
 
     def write() -> None:
@@ -123,7 +129,7 @@ def run_all(
         try:
             with writing:
                 for part in parts:
-                    processes[part] = started(command, part)
+                    processes[part] = started(command, part, cores(part in beside) if beside else None)
                     print(processes[part].pid, file=guard, flush=True)
             for part, process in processes.items():
                 followers.append(threading.Thread(target=follow, args=(part, process)))
@@ -147,8 +153,17 @@ def run_all(
     write()
 
 
-def started(command: Sequence[str], part: str) -> subprocess.Popen[str]:
-    """Start a part in a process group of its own."""
+def cores(is_beside: bool) -> list[int]:
+    """Return the half of this process's cores that parts beside others have, or that the others have."""
+    known = sorted(os.sched_getaffinity(0))
+    half = len(known) // 2
+    return known[half:] if is_beside else known[: max(half, 1)]
+
+
+def started(command: Sequence[str], part: str, on: Sequence[int] | None) -> subprocess.Popen[str]:
+    """Start a part in a process group of its own, on some cores alone if they are given."""
+    if on:
+        command = ["taskset", "-c", ",".join(map(str, on)), *command]
     nice = ["nice", "-n", "0" if part.startswith(KINDS[0]) else str(NICE)]
     return subprocess.Popen(
         [*nice, *command, "--part", part], stdout=subprocess.PIPE, text=True, start_new_session=True
