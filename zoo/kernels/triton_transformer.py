@@ -1,13 +1,13 @@
 """The operators of `zoo.nn.transformer` on a GPU, in Triton: the parts of a transformer block before and after its
 attention. Imported only when a GPU is used.
 
-A block of few channels has small products, and a launch of its own for each norm, product, GELU and sum takes
+A block of few channels has small products, and launches of norm, product, GELU and sum one by one take
 longer than the work. Here a program normalizes its rows itself, because a row is short, and adds bias and
 input while its sums are in registers. Results are rounded where the plain operators round them.
 
     _norm_linear      norm, product, and for an MLP bias and GELU
     _linear_add       product, bias, input
-    _norm_mlp         both of them for an MLP: GELU's results stay on the chip
+    _norm_mlp         all after attention: GELU's results stay on the chip
 """
 
 from __future__ import annotations
