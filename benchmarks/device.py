@@ -26,7 +26,8 @@ its smallest size. KIND is one of:
 Each part is a process, and all start at once, since most of their time is compiling: the figures' compilers go first.
 Only one part measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately.
 After --limit-s all parts are ended; one that was cut off keeps its findings, and its error says so. A later call with
-the same RESULT.json runs the parts that are not complete in it, and those named by --again. With the same --cache-dir,
+the same RESULT.json runs the parts that are not complete in it, and those named by --again: other options than before,
+such as --codec, need that, or another file. With the same --cache-dir,
 such a call finds what was compiled, even for parts that were cut off and after changes of the source (device_parts.py).
 The exit status is 1 if something failed.
 

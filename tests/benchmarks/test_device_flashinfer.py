@@ -108,7 +108,7 @@ def run() -> dict[str, object]:
 def test_every_family_has_a_row_for_each_number_of_streams(theirs):
     found = run()
     assert found.pop("version") == "0.6.4"
-    for kind in ("step", "prompt"):
+    for kind in ("step", "norm", "prompt"):
         assert found.pop(f"not built for {kind}") == {} and found.pop(f"building for {kind} took, s") >= 0
     named = {"step": (1, 3), "prompt": (1, 2), "norm": (1, 3), "rope": (1, 3), "draw": (1, 3)}
     rows = {f"{name}, {family}, {n}" for name, counts in named.items() for n in counts for family in "ab"}
