@@ -1,7 +1,7 @@
 """A transformer block of CosyVoice 2's and Chatterbox's flow on a GPU: its kernels compared with the plain operators,
 and the time of a block in its old form, compiled by inductor, and in its new forms.
 
-    python benchmarks/device_blocks.py [--tiles]       needs a GPU and a minute or two; part of device.py's `kernels`
+    python benchmarks/device_blocks.py [--tiles]       needs a GPU and a minute or two; the part `blocks` of device.py
 
 A time is that of one block in a recorded graph of BLOCKS blocks, each with weights of its own: together they
 are larger than an H100's L2 cache, as in a step of the solver. Attention is timed apart from the rest. --tiles times
@@ -59,8 +59,23 @@ TILES: dict[str, tuple[tuple[int, ...], ...]] = {
 Compare = Callable[[str, torch.dtype, Callable[..., Any], tuple[Any, ...]], None]
 
 
-def blocks(compare: Compare, put: Put, alone: Alone) -> None:
-    """Report each kernel's largest gap to the plain operator, and the times."""
+def blocks(put: Put, alone: Alone) -> None:
+    """Report each kernel's largest gap to the plain operator, and the times. Raises AssertionError for a large
+    gap."""
+    wrong: list[str] = []
+
+    def compare(
+        name: str, dtype: torch.dtype, operator: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        found = gap(operator, *arguments)
+        put(name, found)
+        wrong.extend([name] * (found > KERNEL_GAPS[dtype]))
+
+    measure(compare, put, alone)
+    assert not wrong, f"kernels that differ from the plain operators: {', '.join(wrong)}"
+
+
+def measure(compare: Compare, put: Put, alone: Alone) -> None:
     dtype, old = torch.bfloat16, torch.compile(plain_block, dynamic=True)
     for rows, frames in ROWS:
         name = f"block of {rows} x {frames}"

@@ -78,7 +78,11 @@ def compared(put: Put, alone: Alone, families: tuple[str, ...] = FAMILIES) -> No
         return
     put("version", flashinfer_attention.version())
     wrong: list[str] = []
-    for kinds in (("step",), ("norm", "rope", "draw"), ("prompt",)):  # in the order of what they take to build
+    for kinds in (
+        ("step",),
+        ("norm", "rope", "draw"),
+        ("prompt",),
+    ):  # in the order of what they take to build
         began_s = time.monotonic()
         put(f"not built for {kinds[0]}", build(kinds, [SHAPES[family] for family in families]))
         put(f"building for {kinds[0]} took, s", round(time.monotonic() - began_s, 1))
@@ -205,7 +209,10 @@ def step(shape: Shape, streams: int) -> Measured:
     order = torch.randperm(streams * pages, generator=torch.Generator().manual_seed(0)).view(streams, pages)
     table = (order * 2 * PAGE).to(DEVICE)
     kv = random(streams * pages * 2 * PAGE, kv_heads, dim, dtype=DTYPE)
-    parts = [random(streams, count, dim, dtype=DTYPE) for count in (heads, kv_heads, kv_heads)]
+    qkv = random(streams, (heads + 2 * kv_heads) * dim, dtype=DTYPE)  # as one product gives them
+    parts = [
+        part.unflatten(1, (-1, dim)) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    ]
     angle = random(streams, dim // 2).repeat(1, 2)
     turn = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
     starts = torch.arange(streams + 1, device=DEVICE)

@@ -36,7 +36,6 @@ Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free o
 
 def kernels(put: Put, alone: Alone) -> None:
     """Report each kernel's largest gap to the plain operator. Raises AssertionError for a large one."""
-    from benchmarks.device_blocks import blocks
     from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
 
     wrong: list[str] = []
@@ -65,7 +64,6 @@ def kernels(put: Put, alone: Alone) -> None:
     compare("noise", torch.float32, torch.ops.zoo.uniform.default, (seed, seed + 1, 3, 15, 2048))
     for rows, (inner, width) in product(GATED_ROWS, GATED):
         gated(f"gated product, {rows} x {inner} x {width}", rows, inner, width, compare, put, alone)
-    blocks(compare, put, alone)
     assert not wrong, f"kernels that differ from the plain operators: {', '.join(wrong)}"
 
 

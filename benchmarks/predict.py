@@ -40,7 +40,12 @@ AIMS = {
     "fish_s2": 250,
     "cosyvoice2": 300,
 }
-RATES = {"qwen3_tts": (40, 80), "cosyvoice2": (12, 20), "orpheus": (10, 24), "csm": (24,)}  # requests a second
+RATES = {
+    "qwen3_tts": (40, 80),
+    "cosyvoice2": (12, 20),
+    "orpheus": (10, 24),
+    "csm": (24,),
+}  # requests a second
 CONVERSATIONS, CONVERSATION_TURNS = (1, 16), 12
 RATE_S = 60  # seconds of requests at each rate
 
