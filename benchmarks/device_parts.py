@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,13 @@ def cores(is_beside: bool) -> list[int]:
 
 def started(command: Sequence[str], part: str, on: Sequence[int] | None) -> subprocess.Popen[str]:
     """Start a part in a process group of its own, on some cores alone if they are given."""
-    if on:
-        command = ["taskset", "-c", ",".join(map(str, on)), *command]
     nice = ["nice", "-n", "0" if part.startswith(KINDS[0]) else str(NICE)]
     return subprocess.Popen(
-        [*nice, *command, "--part", part], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [*nice, *command, "--part", part],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=None if on is None else partial(os.sched_setaffinity, 0, on),
     )
 
 
