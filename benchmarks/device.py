@@ -1,10 +1,10 @@
 """Run everything that needs a machine with a GPU in one call of at most ten minutes: figures and checks.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC]]] ...] [--parts KIND ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]] ...] [--parts KIND ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8, CODEC as --codec.
+values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8; CODEC and KV_PART as the options.
 Without --models, every family runs at
 its smallest size. KIND is one of:
 
@@ -168,7 +168,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
-    size, slots, weights, codec = (*size.split(":"), "", "", "")[:4]
+    size, slots, weights, codec, kv_part = (*size.split(":"), "", "", "", "")[:5]
     most = int(slots or max(options.streams))
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / size, size)
@@ -181,7 +181,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         options.http = False
     prepare_for_host(family, compile=not options.no_compile, weights=weights or "published")
     began_s = time.perf_counter()
-    kv_memory_bytes = int(options.kv_part * usual_kv_bytes(family, most))
+    kv_memory_bytes = int(float(kv_part or options.kv_part) * usual_kv_bytes(family, most))
     compile = not options.no_compile
     engine = Engine(
         family,
@@ -412,7 +412,7 @@ def main() -> None:
     parser.add_argument(
         "--models",
         nargs="*",
-        metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC]]]",
+        metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]]",
         help="models of the part figures",
     )
     parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check (default: all)")
