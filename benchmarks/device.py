@@ -15,8 +15,6 @@ its smallest size. KIND is one of:
               ends. Without a package that HTTP needs, the result says which one
     kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
               and the time of a gated product in one launch and in two
-    blocks    the kernels of a transformer block of few channels compared with the plain operators, and their times
-              (device_blocks.py)
     fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's;
               skipped with a reason where a GPU has none
     codec     of each of --codecs: its render in each format of --codec, and the error (device_codec.py)
@@ -65,7 +63,6 @@ import numpy as np
 import torch
 
 from benchmarks import (
-    device_blocks,
     device_codec,
     device_flashinfer,
     device_http,
@@ -388,7 +385,6 @@ def run_part(options: argparse.Namespace) -> None:
 
     parts: dict[str, Callable[..., None]] = {
         "kernels": partial(device_kernels.kernels, alone=alone),
-        "blocks": partial(device_blocks.blocks, alone=alone),
         "fp8": partial(device_kernels.fp8_products, alone=alone),
         "flashinfer": partial(device_flashinfer.compared, alone=alone),
         "codec": partial(device_codec.formats, alone=alone, longest=longest, replay_ms=replay_ms),
@@ -470,7 +466,6 @@ def main() -> None:
     by_kind = {
         "figures": [f"figures={model}" for model in models],
         "kernels": ["kernels"],
-        "blocks": ["blocks"],
         "fp8": ["fp8"],
         "codec": [f"codec={model}" for model in options.codecs],
         "flashinfer": ["flashinfer"],

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-KINDS = "figures", "kernels", "blocks", "fp8", "codec", "flashinfer", "checks"  # of parts, in their order
+KINDS = "figures", "kernels", "fp8", "codec", "flashinfer", "checks"  # of parts, in their order
 ALONE = "is alone"  # a part announces that it measures, and waits until the others have stopped
 NICE = 10  # of all parts but the figures, whose compilers go first
 CACHE = "DEVICE_CACHE"  # the environment variable of --cache-dir, for the parts

@@ -24,17 +24,3 @@ def multiply_numbers(patch: pytest.MonkeyPatch) -> None:
 
 def wide(handle: Any) -> Any:
     return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-
-def round_numbers(patch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter round float32 to the nearest bf16, as a GPU does, until the patch is undone. It would
-    cut off bits."""
-    convert = interpreter._convert_float
-
-    def nearest(numbers: Any, kind: Any, to: Any, mode: Any) -> Any:
-        if (kind, to) != (tl.float32, tl.bfloat16):
-            return convert(numbers, kind, to, mode)
-        bits = np.ascontiguousarray(numbers).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-    patch.setattr(interpreter, "_convert_float", nearest)

@@ -31,30 +31,19 @@ RESULTS = {"out", "log_sums", "grown"}  # arguments that our kernels write
 # FLOPs of kernels whose arithmetic may take longer than their bytes, from their arguments
 WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
-    "_norm_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
-    "_linear_add": lambda given: 2 * given["rows"] * given["weight"].numel(),
-    "_norm_mlp": lambda given: (
-        2 * given["rows"] * sum(given[f"{name}weight"].numel() for name in ("", "wide_", "narrow_"))
-    ),
     "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["capacity"] + given["num"]),
 }
 # Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one
 # layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
-    ("_attend_stretch", "arena"): lambda given: (
-        _past_bytes(given["k"], given["capacity"]) + given["IS_KEEPING"] * _new_bytes(given)
-    ),
-    ("_keep_stretch", "arena"): lambda given: _new_bytes(given),
+    ("_attend_stretch", "arena"): lambda given: _past_bytes(given["k"], given["capacity"]),
+    ("_keep_stretch", "arena"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
 }
 
 
 def _past_bytes(keys: Tensor, capacity: int) -> int:
     """Return the bytes of keys and values of so many places for each row of keys [B, Q, D]."""
     return 2 * keys.shape[0] * capacity * keys.shape[2] * keys.itemsize
-
-
-def _new_bytes(given: dict[str, Any]) -> int:
-    return tensor_bytes(given["k"]) + tensor_bytes(given["v"])
 
 
 class Kernel:

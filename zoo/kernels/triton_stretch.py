@@ -4,9 +4,8 @@ are visible. Their number is read on the device: a young stream is cheap, a reco
 streams grow, and unwritten positions are not loaded. One comparison of positions decides whether a query sees
 a key.
 
-New keys and values are written to the cache after it was read, because they overwrite places of the ring. If a
-stretch is one tile, its program writes those of its head at the end: no other program reads them. Otherwise a
-second launch does.
+A second launch writes the new keys and values to the cache. It must come after the first, because new entries
+overwrite places of the ring that some programs may not have read yet.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 """
@@ -23,7 +22,6 @@ from torch import Tensor
 from zoo.kernels.triton_attention import _seen
 
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
-KEEPING_TILES = 1  # tiles of a stretch, at most, whose programs write to the cache themselves
 KEPT_VALUES = 4096  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
@@ -40,7 +38,6 @@ def _attend_stretch(
     start: tl.tensor,
     count: tl.tensor,
     num_kept: tl.tensor,
-    index: tl.tensor,
     out: tl.tensor,
     block: tl.tensor,
     num: tl.tensor,
@@ -58,12 +55,10 @@ def _attend_stretch(
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_KEEPING: tl.constexpr,
 ):
     """Compute one tile. num: positions of a stretch. first: values of a chunk before layer 0. num_columns: of
     `pages`; per_chunk: of them, those of a chunk. capacity: positions of a past. token_stride: from one
-    position to the next in q, k and v. scale: in base 2. IS_KEEPING: the tile is a whole stretch, and its keys
-    and values are written to the places in `index`."""
+    position to the next in q, k and v. scale: in base 2."""
     begin, head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     b, lane = row // LANES, row % LANES
     began = tl.load(start + b).to(tl.int32)  # the stretch's position in its stream
@@ -118,20 +113,8 @@ def _attend_stretch(
         top, total, mixed = _seen(query, new_k, new_v, is_seen, top, total, mixed, scale)
 
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]  # padding may see nothing
-    result_at = (row * num + own) * (HEADS * DIM) + head * DIM
-    tl.store(out + result_at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=whole)
-    if IS_KEEPING:
-        tl.debug_barrier()  # all threads have read the past
-        at = tl.load(index + b * num + own, mask=own < num, other=capacity).to(tl.int32)
-        is_kept = (at < capacity)[:, None] & is_value
-        value = before + at % chunk * (LANES * 2 * HEADS * DIM)
-        number = at // chunk * per_chunk + value // page_values
-        page = tl.load(pages + b * num_columns + number, mask=at < capacity, other=0)
-        offset = page * page_values + value % page_values + lane * (2 * HEADS * DIM) + head * DIM
-        new = place[:, None] + d[None, :]
-        kept_at = arena + offset[:, None] + d[None, :]
-        tl.store(kept_at, tl.load(k + new, mask=is_kept, other=0.0), mask=is_kept)
-        tl.store(kept_at + HEADS * DIM, tl.load(v + new, mask=is_kept, other=0.0), mask=is_kept)
+    place = (row * num + own) * (HEADS * DIM) + head * DIM
+    tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=whole)
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layers"])
@@ -225,12 +208,9 @@ def stretch_attention(
     lengths = block, num, first, page_values, pages.shape[1], per_chunk, capacity, chunk, stride
     scale = (width // heads) ** -0.5 * math.log2(math.e)
     tiles = triton.cdiv(num, sizes["ROWS"])
-    numbers = pages, layers, start, count, num_kept, index
     _attend_stretch[tiles, heads, rows](
-        q, k, v, arena, *numbers, out, *lengths, scale, IS_KEEPING=tiles <= KEEPING_TILES, **sizes
+        q, k, v, arena, pages, layers, start, count, num_kept, out, *lengths, scale, **sizes
     )
-    if tiles <= KEEPING_TILES:
-        return out
     sizes = keeping_constants(lanes, width)
     tiles = triton.cdiv(num, sizes["ROWS"])
     _keep_stretch[tiles, rows](k, v, arena, pages, layers, index, *lengths, **sizes)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.nn import transformer
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear
@@ -151,11 +150,7 @@ class TransformerBlock(nn.Module):
         layers, of which this block has number `block`. Without a mask, caches are pages, with layer 0 where
         they begin, and this block has number `layers[block]`.
         """
-        in_few = transformer.fits(x, self.qkv, self.out, self.widen, self.narrow)
-        if in_few:
-            q, k, v = transformer.project(x, self.attention_norm, self.qkv)
-        else:
-            q, k, v = self.qkv(self.attention_norm(x))
+        q, k, v = self.qkv(self.attention_norm(x))
         if isinstance(caches, PagedLayer):
             paged = caches.arena, caches.pages, layers, block, caches.first
             where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
@@ -164,8 +159,6 @@ class TransformerBlock(nn.Module):
         else:
             assert mask is not None, "a cache of rows needs a mask"
             y = self._attend(q, k, v, seen, mask, caches[block])
-        if in_few:
-            return transformer.finish(y, x, self.out, self.mlp_norm, self.widen, self.narrow)
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
