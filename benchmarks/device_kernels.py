@@ -94,7 +94,7 @@ def fp8_products(put: Put, alone: Alone) -> None:
     why = fp8.why_not(torch.device(DEVICE), torch.bfloat16)
     if why is not None:
         return put("skipped", why)
-    round_rows, wrong = torch.compile(fp8.rounded, dynamic=True), list[str]()
+    wrong: list[str] = []
     with torch.inference_mode():
         for whose, shapes in FP8.items():
             taken: dict[str, Callable[[], dict[str, float]]] = {}
@@ -102,7 +102,7 @@ def fp8_products(put: Put, alone: Alone) -> None:
                 weight = random(columns, width, dtype=torch.bfloat16) * width**-0.5
                 for rows in FP8_ROWS:
                     name = f"{whose}, {rows} x {width} x {columns}"
-                    gaps, times = fp8_product(random(rows, width, dtype=torch.bfloat16), weight, round_rows)
+                    gaps, times = fp8_product(random(rows, width, dtype=torch.bfloat16), weight)
                     put(f"{name}, gaps", gaps)
                     taken[f"{name}, us"] = times
                     wrong.extend([name] * (not gaps["fp8"] <= FP8_GAP))
@@ -112,11 +112,9 @@ def fp8_products(put: Put, alone: Alone) -> None:
     assert not wrong, f"products in fp8 that differ from the plain form: {', '.join(wrong)}"
 
 
-def fp8_product(
-    x: Tensor, plain_weight: Tensor, round_rows: Callable[[Tensor], Any]
-) -> tuple[dict[str, float], Callable[[], dict[str, float]]]:
+def fp8_product(x: Tensor, plain_weight: Tensor) -> tuple[dict[str, float], Callable[[], dict[str, float]]]:
     """Return the largest gaps of a product to its plain form, with fp32 sums and with sums that stay in the tensor
-    cores, and a function that returns the us of both, of a bf16 product, and of rounding rows in a launch of its own."""
+    cores, and a function that returns the us of both and of a bf16 product."""
     from compile_cache import choices
     from zoo.nn import fp8
 
@@ -125,9 +123,7 @@ def fp8_product(
     expected, scaled = fp8.plain(*given).double(), partial(fp8.scaled, *given)
     ways = {"fp8": scaled, "fp8, fast sums": partial(scaled, has_fast_sums=True)}
     gaps = {way: float((run().double() - expected).abs().max()) for way, run in ways.items()}
-    bf16, rounding = partial(torch.nn.functional.linear, x, plain_weight), partial(round_rows, x)
-    rounding()  # compiles it while other parts run
-    ways |= {"bf16": bf16, "rounding": rounding}
+    ways["bf16"] = partial(torch.nn.functional.linear, x, plain_weight)
     return gaps, lambda: {way: round(choices.time_us(run), 1) for way, run in ways.items()}
 
 

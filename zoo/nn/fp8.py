@@ -4,13 +4,20 @@ Each row of a weight has a scale, and so has each row of the activations, which 
 graph: inductor does it in the kernel of the norm or the gate before. The largest value of a row becomes 448.
 Codes change; `benchmarks/fp8.py` measures how many, with the plain form of the product, which any machine
 computes.
+
+Not every product gains. On an H200, those with long sums and few outputs are slower in fp8 unless they have
+hundreds of rows (benchmarks/LOG.md). So each shape is measured while a model is loaded.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
 from zoo.nn.linear import FusedLinear
@@ -21,6 +28,7 @@ MOST = 448.0  # the largest number of KIND
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a row of zeros
 STEP = 16  # a product needs multiples of it as inputs and outputs; any number of rows is possible
 CAPABILITY = (8, 9)  # the first with fp8 products
+SLOTS = 64  # for which products in fp8 and in bf16 are compared
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -40,7 +48,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def round_weights(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
     """Replace the large bf16 matrices of a model by `FP8Linear`, in place, and free the plain weights.
-    Embeddings, heads, and modules in float32 stay as they are, as with int8."""
+    Embeddings, heads, and modules in float32 stay as they are, as with int8, and so do matrices that read an
+    attention's result, because no kernel could round it in passing, and those that are faster in bf16."""
     # paths, because a list of layers would keep all plain weights until the last one is rounded
     for path in [path for path, _ in model.named_modules(remove_duplicate=False) if path]:
         layer = model.get_submodule(path)
@@ -48,9 +57,40 @@ def round_weights(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
             isinstance(layer, nn.Linear | FusedLinear)
             and layer.weight.dtype == torch.bfloat16
             and is_rounded(model, path, least_bytes)
+            and path.rpartition(".")[2] != "out"
             and not any(size % STEP for size in layer.weight.shape)
         ):
-            model.set_submodule(path, FP8Linear(layer))
+            made = FP8Linear(layer)
+            if is_faster(made, layer, SLOTS * rows_per_slot(model, path)):
+                model.set_submodule(path, made)
+
+
+def rows_per_slot(model: nn.Module, path: str) -> int:
+    """Return how many rows a layer multiplies in a step of one slot: `rows_per_slot` of a module that it is
+    in, or 1."""
+    parts = path.split(".")
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+    return max(getattr(module, "rows_per_slot", 1) for module in around)
+
+
+def is_faster(made: FP8Linear, plain: nn.Linear | FusedLinear, rows: int) -> bool:
+    """Return whether this device multiplies so many rows faster in fp8. It is measured once for each shape
+    (`compile_cache.choices`), and assumed where nothing is measured."""
+    columns, width = plain.weight.shape
+
+    @cache
+    def x() -> Tensor:
+        return torch.randn(rows, width, dtype=torch.bfloat16, device=plain.weight.device)
+
+    @cache
+    def given() -> tuple[Tensor, Tensor]:
+        return rounded(x())
+
+    ways = {
+        "fp8": lambda: scaled(*given(), made.weight, made.scale),
+        "bf16": lambda: F.linear(x(), plain.weight),
+    }
+    return choices.fastest(f"fp8_linear {rows} x {width} x {columns}", ways) != "bf16"
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,8 @@ class PatchEncoder(nn.Module):
         width = config.encoder.hidden
         self.special = nn.Parameter(torch.empty(1, 1, 1, width))
         self.input = nn.Linear(config.vae.latent, width)
-        self.stack = LocalStack(config.encoder, 1 + config.patch, kept=slice(0, 1))
+        self.rows_per_slot = 1 + config.patch
+        self.stack = LocalStack(config.encoder, self.rows_per_slot, kept=slice(0, 1))
 
     def forward(self, patch: Tensor) -> Tensor:
         return self.stack.finish(*self._begin(patch))[:, 0]
@@ -72,6 +73,7 @@ class PatchSolver(nn.Module):
         heads = 1 if config.is_first_generation else 3
         self.time_place, tokens = heads - 1, heads + 2 * config.patch
         self.stack = LocalStack(config.dit, tokens, kept=slice(tokens - config.patch, tokens))
+        self.rows_per_slot = 2 * tokens  # with and without its condition
         self.output = nn.Linear(width, latent)
 
     @torch.no_grad()

@@ -56,8 +56,10 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
         )
     )
     if device != "cpu":
-        for family in families if weights == "fp8" else ():
-            fp8.round_weights(family)
+        if weights == "fp8":
+            with artifacts.opened(artifacts.place("fp8", "choices")):
+                for family in families:
+                    fp8.round_weights(family)
         return
     if not compile:
         for family in families:

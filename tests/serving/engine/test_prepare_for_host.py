@@ -14,8 +14,9 @@ from torch import nn
 from torch._inductor.codecache import CppCodeCache
 
 import zoo
-from compile_cache import artifacts
+from compile_cache import artifacts, choices
 from serving.engine.device.prepare_for_host import cache_place, prepare_for_host
+from zoo.nn.fp8 import FP8Linear
 from zoo.nn.packed import PackedLinear
 
 
@@ -104,6 +105,19 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
 def test_weights_that_cannot_be_rounded_are_refused(weights, compile, why):
     with pytest.raises(ValueError, match=why):
         prepare_for_host(family("toy"), compile=compile, weights=weights)
+
+
+def test_a_gpu_with_fp8_gets_rounded_matrices(monkeypatch, tmp_path):
+    fitted = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "bfloat16")
+    fitted.wide, fitted.device = nn.Linear(512, 512, dtype=torch.bfloat16), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choices, "time_us", lambda way: 1.0)  # the first of equal ways is taken
+    place = cache_place(fitted)
+    prepare_for_host(fitted, weights="fp8")
+    assert isinstance(fitted.wide, FP8Linear)
+    [kept] = tmp_path.rglob("*.choices")
+    assert "fp8_linear 64 x 512 x 512" in kept.read_text()
+    assert place != cache_place(fitted)
 
 
 def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zoo
+from compile_cache import choices
 from serving.engine.device.prepare_for_host import prepare_for_host
 from serving.tools.requests import first_request
 from zoo import kernels
@@ -161,7 +162,7 @@ class Renderer(nn.Module):
         self.out = nn.Linear(64, 64, dtype=BF16)
 
 
-def test_heads_renderers_and_matrices_in_fp32_stay():
+def test_heads_renderers_matrices_in_fp32_and_those_after_an_attention_stay():
     module = nn.ModuleDict(
         {
             "codec_head": nn.Linear(64, 64, dtype=BF16),
@@ -170,18 +171,43 @@ def test_heads_renderers_and_matrices_in_fp32_stay():
             "estimator": Renderer(),
             "island": nn.Linear(64, 64),
             "odd": nn.Linear(64, 40, dtype=BF16),
+            "attention": nn.ModuleDict({"out": nn.Linear(64, 64, dtype=BF16)}),
             "rows": nn.Embedding(64, 64, dtype=BF16),
-            "out": nn.Linear(64, 64, dtype=BF16),
+            "down": nn.Linear(64, 64, dtype=BF16),
         }
     )
     fp8.round_weights(module, 0)
-    assert [path for path, layer in module.named_modules() if isinstance(layer, FP8Linear)] == ["out"]
+    assert [path for path, layer in module.named_modules() if isinstance(layer, FP8Linear)] == ["down"]
 
 
 def test_small_matrices_stay():
     module = nn.ModuleDict({"small": nn.Linear(64, 64, dtype=BF16), "large": nn.Linear(512, 512, dtype=BF16)})
     fp8.round_weights(module)
     assert isinstance(module["large"], FP8Linear) and isinstance(module["small"], nn.Linear)
+
+
+def test_matrices_that_are_faster_in_bf16_stay(monkeypatch, tmp_path):
+    """What is faster is measured once for each shape, with the rows of a step."""
+    measured = []
+
+    def time_us(way):
+        measured.append(way().shape)
+        return 2.0 if measured[-1][1] == 48 and len(measured) % 2 else 1.0  # fp8 is timed first
+
+    monkeypatch.setattr(choices, "time_us", time_us)
+    monkeypatch.setattr(fp8, "scaled", fp8.plain)
+    monkeypatch.setattr(choices, "device_name", lambda: "a card with fp8")
+    module = nn.ModuleDict({name: nn.Linear(64, 64, dtype=BF16) for name in ("up", "more")})
+    module["slow"], module["solver"] = (
+        nn.Linear(64, 48, dtype=BF16),
+        nn.Sequential(nn.Linear(64, 64, dtype=BF16)),
+    )
+    module["solver"].rows_per_slot = 3
+    with choices.kept_in(tmp_path):
+        fp8.round_weights(module, 0)
+    assert type(module["slow"]) is nn.Linear
+    assert all(isinstance(layer, FP8Linear) for layer in (module["up"], module["more"], module["solver"][0]))
+    assert measured == [(64, 64)] * 2 + [(64, 48)] * 2 + [(192, 64)] * 2
 
 
 @pytest.mark.parametrize("name", ["voxcpm2", "qwen3_tts", "higgs_v3", "fish_s2", "cosyvoice2"])
