@@ -78,7 +78,11 @@ def compared(put: Put, alone: Alone, families: tuple[str, ...] = FAMILIES) -> No
         return
     put("version", flashinfer_attention.version())
     wrong: list[str] = []
-    for kinds in (("step",), ("norm", "rope", "draw"), ("prompt",)):  # in the order of what they take to build
+    for kinds in (
+        ("step",),
+        ("norm", "rope", "draw"),
+        ("prompt",),
+    ):  # in the order of what they take to build
         began_s = time.monotonic()
         put(f"not built for {kinds[0]}", build(kinds, [SHAPES[family] for family in families]))
         put(f"building for {kinds[0]} took, s", round(time.monotonic() - began_s, 1))
