@@ -190,7 +190,12 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     )
     [model] = engine.models.values()
     begun_s: list[tuple[str, float]] = []  # stage, when it began
-    engine.warm(lambda _, stage: begun_s.append((stage, time.perf_counter())), cached)
+
+    def begin(_: float, stage: str) -> None:
+        begun_s.append((stage, time.perf_counter()))
+        put("began after, s", {stage: round(at_s - began_s, 1) for stage, at_s in begun_s})
+
+    engine.warm(begin, cached)
     warm_s = {"all": time.perf_counter() - began_s}
     for (stage, start_s), (_, end_s) in pairwise(begun_s):
         warm_s[stage] = warm_s.get(stage, 0) + end_s - start_s

@@ -224,7 +224,7 @@ def step(shape: Shape, streams: int) -> Measured:
         ours = partial(torch.ops.zoo.rotary_paged_attention.default, *parts, *turn, kv, *where)
         return ours, partial(ours, table.int(), lens.int(), "flashinfer")
 
-    lens = 1 + torch.arange(streams, device=DEVICE) * 37 % POSITIONS
+    lens = POSITIONS - torch.arange(streams, device=DEVICE) * 37 % POSITIONS
     at = torch.arange(POSITIONS, device=DEVICE)
     rows = table[:, at // PAGE] + at % PAGE  # [streams, POSITIONS]: the row of each key
     beyond = rows[at >= lens[:, None]]

@@ -8,6 +8,7 @@ project's HTTP process and `zoo load` next to it. Both end with this process, ho
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serving.engine.engine import Engine
+    from zoo.request import Request
 
 ROOT = Path(__file__).parent.parent
 PARTS = "serving.http.app", "serving.cli.load", "serving.tools.load.worker"  # what must be importable
@@ -72,15 +74,44 @@ def over_http(
     put: Callable[[str, Any], None],
 ) -> None:
     """Report what listeners over HTTP notice of a running engine with one model: closed loops of `streams`, and
-    random arrivals at `rates`, of `seconds` each. Raises Failed."""
-    with served(engine) as url:
-        ask = partial(measured, url, frames, seconds)
+    random arrivals at `rates`, of `seconds` each. A model without a voice of its own gets a recording, which the
+    server needs `av` for. Raises Failed."""
+    from serving.tools.requests import first_request
+
+    [model] = engine.models.values()
+    request = first_request(model.family)
+    if request.references and importlib.util.find_spec("av") is None:
+        return put(
+            "over HTTP", "left out: the model needs a recording, and av, which reads it, is not installed"
+        )
+    with served(engine) as url, tempfile.TemporaryDirectory() as directory:
+        ask = partial(
+            measured, url, [*of_voice(request, Path(directory)), "-O", f"max_new_tokens={frames}"], seconds
+        )
         if streams:
             for run in ask("streams", streams):
                 put(f"{run['streams']} streams, each followed by the next, over HTTP", shown(run))
         for rate in rates:
             [run] = ask("rate", [rate])
             put(f"{rate:g} requests a second, over HTTP", shown(run))
+
+
+def of_voice(request: Request, directory: Path) -> list[str]:
+    """Return the flags of `zoo load` for the voice of a request. directory: where its recording may lie."""
+    from serving.audio.pcm import pcm16, wav_header
+
+    flags = [] if request.voice is None else ["--voice", request.voice]
+    if request.instructions is not None:
+        flags += ["-O", f"instructions={request.instructions}"]
+    if request.references:
+        [reference] = request.references
+        pcm = pcm16(reference.clip.samples)
+        recording = directory / "voice.wav"
+        recording.write_bytes(wav_header(reference.clip.sample_rate_hz, len(pcm)) + pcm)
+        flags += ["--reference", str(recording)]
+        if reference.transcript is not None:
+            flags += ["--reference-text", reference.transcript]
+    return flags
 
 
 def shown(run: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +121,11 @@ def shown(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(
-    url: str, frames: int, seconds: float, kind: str, values: Sequence[float]
+    url: str, flags: Sequence[str], seconds: float, kind: str, values: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Run `zoo load` with a ladder of streams or rates, and return its runs. Raises Failed."""
+    """Run `zoo load` with flags and a ladder of streams or rates, and return its runs. Raises Failed."""
     command = [sys.executable, "-m", "serving", "load", url, "--json", "--format", FORMAT]
-    command += ["--duration", f"{seconds:g}", "-O", f"max_new_tokens={frames}"]
+    command += ["--duration", f"{seconds:g}", *flags]
     command += [part for value in values for part in (f"--{kind}", f"{value:g}")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     try:

@@ -10,7 +10,10 @@ from models import directory
 import zoo
 from benchmarks import device_http
 from serving.engine.engine import Engine
+from serving.http.decode import decode
 from serving.tools.bench import beside
+from serving.tools.requests import buzz
+from zoo.request import Reference, Request
 
 
 @pytest.fixture
@@ -29,7 +32,9 @@ def without(tmp_path, monkeypatch):
     return block
 
 
-def test_the_same_engine_is_measured_over_http(engine):
+def test_the_same_engine_is_measured_over_http_without_ffmpeg(engine, without):
+    without("av")
+    assert device_http.why_not() is None
     found = {}
 
     def put(name, value):
@@ -47,12 +52,14 @@ def test_the_same_engine_is_measured_over_http(engine):
     assert engine.after_turn == before
 
 
-def test_raw_samples_need_no_ffmpeg(engine, without):
-    without("av")
-    assert device_http.why_not() is None
-    found = {}
-    beside(engine, lambda: device_http.over_http(engine, [1], [], 4, 0.3, lambda *row: found.update([row])))
-    assert [run["failed"] for run in found.values()] == [0]
+def test_a_model_without_a_voice_gets_a_recording(tmp_path):
+    request = Request(text="a", references=(Reference(buzz(1.0, 110), "It hums."),))
+    assert device_http.of_voice(request, tmp_path) == [
+        *("--reference", str(tmp_path / "voice.wav"), "--reference-text", "It hums.")
+    ]
+    clip = decode((tmp_path / "voice.wav").read_bytes(), 2.0)
+    assert clip.sample_rate_hz == 24000 and len(clip.samples) == 4 * 24000
+    assert device_http.of_voice(Request(text="a", voice="v"), tmp_path) == ["--voice", "v"]
 
 
 def test_a_missing_package_is_named(engine, without):
