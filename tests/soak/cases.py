@@ -58,15 +58,21 @@ def sample(index: int) -> tuple[str, bytes]:
 
 
 def record(client: httpx.Client) -> list[Case]:
-    """Upload the kept voices, and return every case with its first answer."""
+    """Upload the kept voices, and return every case with its first answer. Models that answer, unless they
+    also perform a text, have questions instead (conversations.py)."""
     upload_kept(client)
     found = []
     for model in client.get("/v1/models").json()["data"]:
-        for case in cases_of(model):
+        for case in cases_of(model) if speaks(model) else ():
             answer = client.post("/v1/audio/speech", json=case.body | {"stream": False})
             assert answer.status_code == 200, f"{case.name}: {answer.text}"
             found.append(Case(**vars(case) | {"first": answer.content}))
     return found
+
+
+def speaks(model: dict[str, Any]) -> bool:
+    """Return whether a model takes the speech routes."""
+    return model["performs"] or not model["answers"]
 
 
 def cases_of(model: dict[str, Any]) -> Iterator[Case]:
@@ -96,7 +102,7 @@ def requests_of(model: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
     """Yield name, format and further fields of a model's cases, in every way to choose a voice."""
     modes, options = set(model["modes"]), {option["name"] for option in model["options"]}
     clone = {"ref_audio": recording(5, REFERENCE_S), "ref_text": TRANSCRIPT}
-    usual = {"voice": model["voices"][0]} if "voice" in modes else clone
+    usual = {"voice": model["voices"][0]} if "voice" in modes else clone if "clone" in modes else {}
     yield "plain", "pcm", usual
     yield "long", "pcm", usual | {"sample_rate": 48000}
     yield "sampled", "wav", usual | {"speed": 1.25, **sampling(options)}
