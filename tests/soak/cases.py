@@ -29,7 +29,7 @@ LATENT_FAMILIES = (
 class Case:
     """A request. `first` is the file that the server sent at first with `"stream": false`.
 
-    has_kept_voice: it speaks in an uploaded voice. session: the settings of a WebSocket session that says the
+    has_kept_voice: it speaks in an uploaded voice. has_times: the model gives times of pieces. session: the settings of a WebSocket session that says the
     same, or None if a session may say something else."""
 
     name: str
@@ -37,6 +37,7 @@ class Case:
     is_exact: bool
     is_long: bool = False
     has_kept_voice: bool = False
+    has_times: bool = True
     session: dict[str, Any] | None = None
     first: bytes = b""
 
@@ -94,6 +95,7 @@ def cases_of(model: dict[str, Any]) -> Iterator[Case]:
             is_exact,
             is_long,
             has_kept_voice=fields.get("voice") in KEPT,
+            has_times="segment" in model["timestamp_granularities"],
             session=session_of(model, name, body),
         )
 
