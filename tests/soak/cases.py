@@ -29,8 +29,8 @@ LATENT_FAMILIES = (
 class Case:
     """A request. `first` is the file that the server sent at first with `"stream": false`.
 
-    has_kept_voice: it speaks in an uploaded voice. has_times: the model gives times of pieces. session: the settings of a WebSocket session that says the
-    same, or None if a session may say something else."""
+    has_kept_voice: it speaks in an uploaded voice. has_times: the model gives times of pieces. session: the
+    settings of a WebSocket session that says the same, or None if a session may say something else."""
 
     name: str
     body: dict[str, Any]
