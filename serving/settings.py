@@ -64,6 +64,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits on what clients may send and use."""
 
     waiting: int = 256  # queued requests of each model
+    flex_wait_s: float | None = None  # how long a flexible request waits for its first audio; None: for ever
     unread_s: float = 30.0  # audio that a client may leave unread before its stream is paused
     stall_s: float = 60.0  # how long a client may read nothing, or leave its stream paused
     text_chars: int = 8000

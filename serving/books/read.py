@@ -9,9 +9,11 @@ Text before the first chapter is a chapter of its own.
 
 from __future__ import annotations
 
+import lzma
 import re
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +35,11 @@ BEGINNING = "Beginning"
 ENDINGS = (".epub", ".md", ".markdown", ".txt")
 PART_CHARS = 6000  # what is made at once: small enough to keep little in memory and to lose little
 MAX_FILE_BYTES = 64 << 20  # of one file in an EPUB, unpacked
+# What zipfile and its decompressors raise for a file that is damaged, encrypted or in an unknown format.
+UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError),
+    *(RuntimeError, NotImplementedError),
+)
 _CHAPTER = re.compile(r"(?:\A|\n[ \t]*\n)[ \t]*(chapter\b[^\n]{0,80})\n[ \t]*(?=\n|\Z)", re.IGNORECASE)
 _BLOCKS = (
     "p",
@@ -159,6 +166,8 @@ class _Epub:
             self.files = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
             raise ValueError(f"{path} is not an EPUB: it is not a ZIP file") from None
+        except UNREADABLE as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
         self.path = path
 
     def read(self, name: str) -> BeautifulSoup:
@@ -176,7 +185,7 @@ class _Epub:
                 return BeautifulSoup(self.files.read(name), "html.parser")
         except KeyError:
             raise ValueError(f"{self.path} is not an EPUB: it has no {name}") from None
-        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:  # damaged or encrypted
+        except UNREADABLE as error:
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from None
 
 

@@ -14,6 +14,7 @@ from serving import settings
 from serving.cli.common import ON_DEMAND, num_bytes
 from serving.settings import Replicas
 
+KEEP_ALIVE, LOAD_WAIT_S = "5m", 300.0
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h))+")
 POSSIBLE = "use 30s, 5m, 1h30m or a number of seconds; 0 unloads at once, and -1 or always keeps"
@@ -21,7 +22,7 @@ POSSIBLE = "use 30s, 5m, 1h30m or a number of seconds; 0 unloads at once, and -1
 
 @dataclass(frozen=True)
 class OnDemand:
-    """Flags for models that are loaded when a request asks for them."""
+    """Flags for models that are loaded when a request asks for them. None: not given."""
 
     model_dir: Annotated[
         Path | None,
@@ -34,22 +35,23 @@ class OnDemand:
         ),
     ] = None
     keep_alive: Annotated[
-        str,
+        str | None,
         Option(
             metavar="DURATION",
             help="An idle model is unloaded after this time (30s, 5m, 1h); 0 unloads it at once, and -1 or always "
-            "keeps it.",
+            f"keeps it. Default: {KEEP_ALIVE}.",
             rich_help_panel=ON_DEMAND,
         ),
-    ] = "5m"
+    ] = None
     load_wait: Annotated[
-        float,
+        float | None,
         Option(
             min=1,
-            help="A request waits at most this many seconds for its model; then it gets 503.",
+            help="A request waits at most this many seconds for its model; then it gets 503. Default: "
+            f"{LOAD_WAIT_S:g}.",
             rich_help_panel=ON_DEMAND,
         ),
-    ] = 300
+    ] = None
     model_memory: Annotated[
         str | None,
         Option(
@@ -66,7 +68,9 @@ class OnDemand:
                 raise ValueError("--keep-alive, --load-wait and --model-memory need --model-dir")
             return None
         memory_bytes = None if self.model_memory is None else num_bytes(self.model_memory)
-        return settings.OnDemand(seconds_of(self.keep_alive), self.load_wait, memory_bytes)
+        keep_alive_s = seconds_of(KEEP_ALIVE if self.keep_alive is None else self.keep_alive)
+        load_wait_s = LOAD_WAIT_S if self.load_wait is None else self.load_wait
+        return settings.OnDemand(keep_alive_s, load_wait_s, memory_bytes)
 
     def check(self, models: Sequence[str], device_map: str | None, replicas: Replicas) -> None:
         """Raise ValueError for flags that do not go together with --model-dir."""

@@ -280,6 +280,15 @@ class Limits:
             rich_help_panel=LIMITS,
         ),
     ] = 256
+    max_flex_wait: Annotated[
+        float,
+        Option(
+            min=0,
+            help="A flexible request (service_tier flex) whose audio has not begun after this many seconds gets "
+            "503; with 0 it waits for as long as it takes.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 540
     max_unread: Annotated[
         float,
         Option(
@@ -360,6 +369,7 @@ class Limits:
         """Raises ValueError."""
         return settings.Limits(
             waiting=self.max_waiting,
+            flex_wait_s=self.max_flex_wait or None,
             unread_s=self.max_unread,
             stall_s=self.max_stall,
             text_chars=self.max_text,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import structlog
 import torch
 
 import zoo
@@ -34,6 +35,8 @@ from serving.settings import EngineArguments
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
 MEMORY_FACTS = Path("/proc/meminfo")
 
+log = structlog.get_logger()
+
 
 def survey(options: Options, progress: Callable[[float, str], None]) -> Survey:
     """Survey the directories that a family recognises. The others get a line on stderr. Raises ValueError
@@ -46,6 +49,9 @@ def survey(options: Options, progress: Callable[[float, str], None]) -> Survey:
             models.append(surveyed(name, directory, options, device))
         except (ValueError, OSError) as error:
             sys.stderr.write(f"zoo: {name} is not served: {error}\n")
+        except Exception as error:  # of one directory, which must not take the others away
+            log.error("unexpected", model=name, exc_info=error)
+            sys.stderr.write(f"zoo: {name} is not served: an error in reading it; the log says more\n")
     if not models:
         raise ValueError("the directory of --model-dir has no model")
     return Survey(models, room_bytes(device))

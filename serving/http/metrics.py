@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,12 +16,14 @@ from prometheus_client.registry import Collector
 
 from serving.audio.playback import Playback
 from serving.engine_client import EngineClient
+from serving.http.works.schemas import State
 from serving.protocol import ModelState, Stats
 
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
 UNDERRUN_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 KEY_LIMITS = ("requests_per_minute", "characters_per_day", "audio_s_per_day")
+STATES: tuple[State, ...] = get_args(State)  # of works
 OUTCOMES = ("stop", "length", "no_audio", "cancelled", "refused", "unavailable", "failed")
 # Type, name, field of protocol.ModelStats, description.
 BY_MODEL = (
@@ -169,6 +172,15 @@ class Metrics:
             "zoo_http_memory_bytes",
             "Bytes of recordings and whole answers that the HTTP process holds or has promised.",
         )
+        self.works = gauge(
+            "zoo_works",
+            "Audiobooks by state: waiting, speaking, joining (all is spoken, and the book is being written), "
+            "complete, failed.",
+            ["state"],
+        )
+        for state in STATES:
+            self.works.labels(state)
+        self.works_bytes = gauge("zoo_works_bytes", "Bytes of the files of all audiobooks.")
         self.audio_s = counter("zoo_audio_seconds", "Seconds of audio generated.", ["model"])
         self.key_requests = counter(
             "zoo_key_requests", "Requests that an API key began, by its name.", ["key"]

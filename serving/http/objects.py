@@ -75,13 +75,15 @@ class Model(msgspec.Struct):
             shortest_s, longest_s = info.reference_s
             facts["reference_s"] = (shortest_s, min(longest_s, limits.reference_s))
         formats = list(get_args(ResponseFormat))
+        # a model that answers says other words than it is given
+        times = [] if info.answers else ["segment", *(["word"] if has_words else [])]
         return cls(
             **facts,
             created=created,
             max_text_chars=limits.text_chars,
             response_formats=formats,
             stream_formats=["audio", "sse"],
-            timestamp_granularities=["segment", *(["word"] if has_words else [])],
+            timestamp_granularities=times,
             aliases=list(aliases),
             state=state.stage,
             progress=state.progress,

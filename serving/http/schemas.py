@@ -172,7 +172,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Literal["auto", "default", "flex"],
         Meta(
             description="auto or default: for listeners; flex: for batches, served only while no other "
-            "request waits for first audio or is at risk of an underrun, however long that takes"
+            "request waits for first audio or is at risk of an underrun; 503 if that takes too long"
         ),
     ] = "auto"
     seed: Annotated[

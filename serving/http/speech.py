@@ -22,6 +22,7 @@ from serving import protocol
 from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.audio.playback import Playback
+from serving.engine_client import Inbox
 from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal, wrong
@@ -47,6 +48,7 @@ from zoo.text.markdown import spoken
 
 # A pool of its own: a slow DNS lookup for a reference must not delay streams.
 ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")
+FLEX_RETRY_S = 60.0  # after a flexible request has waited in vain
 
 log = structlog.get_logger()
 
@@ -146,7 +148,7 @@ class Speech:
         ):
             self.begin()
             while not self.has_left:
-                message = await inbox.get()
+                message = await self.next_message(inbox)
                 try:
                     goes_on = await self.take(message, send)
                 except AlignerFailed as error:
@@ -156,6 +158,24 @@ class Speech:
                     break
                 if isinstance(message, protocol.Audio):  # `take` has waited until the client read enough
                     self.server.engine.heard(self.id, message.frames)
+
+    async def next_message(self, inbox: Inbox) -> protocol.Outcome:
+        """Return the engine's next message. A flexible request fails if its audio has not begun in time."""
+        try:
+            async with asyncio.timeout(self.patience_s):
+                return await inbox.get()
+        except TimeoutError:
+            limit_s = self.server.limits.flex_wait_s
+            why = f"no audio of this flexible request began within {limit_s:g} s; try again later"
+            return protocol.Failed(self.id, why, 503, "engine_full", FLEX_RETRY_S)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Return how long this request still waits for its first audio; None if nothing limits that."""
+        limit_s = self.server.limits.flex_wait_s
+        if limit_s is None or self.ttfa_s is not None or not self.request.listener.is_flexible:
+            return None
+        return limit_s - (time.perf_counter() - self.began)
 
     async def prepare_text(self) -> None:
         """Set the words that the model reads. A long text takes tenths of a second. Raises the refusal."""

@@ -18,10 +18,12 @@ from tests.attack import (
     connecting,
     crowding,
     decoding,
+    demanding,
     emulating,
     flooding,
     hanging,
     holding,
+    publishing,
     stopping,
     trusting,
 )
@@ -37,6 +39,8 @@ ATTACKS = {
     "connecting": connecting.attack,
     "trusting": trusting.attack,
     "answering": answering.attack,
+    "publishing": publishing.attack,
+    "demanding": demanding.attack,
     "crowding": crowding.attack,
     "emulating": emulating.attack,
 }

@@ -25,6 +25,7 @@ class Target:
     """A server that runs while the context is active. `said` is its output on stderr so far."""
 
     start_s = START_S
+    modules = CHILDREN  # of the supervisor's children, by the names that `signal` and `pids` use
 
     def __init__(self, models: str, directory: Path, *options: str, **env: str):
         self.models, self.directory, self.options = models.split(), directory, options
@@ -44,7 +45,7 @@ class Target:
         assert match is not None, self.said
         self.url = match[1]
         self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=None))
-        self.pids = {name: self._pid(module) for name, module in CHILDREN.items()}
+        self.pids = {name: self._pid(module) for name, module in self.modules.items()}
         return self
 
     def __exit__(
@@ -56,7 +57,7 @@ class Target:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        for name in CHILDREN:
+        for name in self.pids:
             self.signal(name, signal.SIGCONT)
         self.reader.join(20)
 

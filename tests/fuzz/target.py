@@ -25,12 +25,14 @@ LIMITS = (
 @contextmanager
 def fuzzed(directory: Path) -> Iterator[Target]:
     """Yield a server. Raise AssertionError if its state or its speech has changed afterwards."""
-    with Target(MODELS, directory, *LIMITS) as target:
+    with Target(MODELS, directory, *LIMITS, "--works-dir", str(directory / "works")) as target:
         before = target.speak(seed=1).content
         yield target
         for name, module in CHILDREN.items():
             assert target._pid(module) == target.pids[name], f"the {name} process was restarted"
         assert target.process.poll() is None, "the server ended"
+        for work in target.http.get("/v1/audio/works").json()["data"]:
+            assert target.http.delete(f"/v1/audio/works/{work['id']}").status_code == 200
         # Uploaded pronunciations may change the speech; they are meant to.
         assert target.http.put("/v1/audio/pronunciations", json={"pronunciations": []}).is_success
         assert target.speak(seed=1).content == before, "the same request gives different audio than before"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz import recordings, schema
+from tests.fuzz import documents, recordings, schema
 from tests.fuzz.target import fuzzed
 
 
@@ -17,6 +17,11 @@ def test_no_request_breaks_the_server(fuzz, reached, tmp_path):
     with fuzzed(tmp_path) as target:
         counts = fuzz(target, 120, 0)
     assert sum(counts.values()) >= 100 and counts[reached] > 0, counts
+
+
+def test_damaged_documents_become_books_or_are_refused_in_one_line():
+    counts = documents.read_all(150, 0)
+    assert counts["read"] > 10 and counts["refused"] > 10, counts
 
 
 def test_damaged_files_differ_from_the_originals():

@@ -79,7 +79,8 @@ def settings_of(names=None, cors_origins=(), private_metrics=False, **fields):
     )
 
 
-def until(fact, seconds=5.0):
+def until(fact, seconds=30.0):
+    """Wait for a fact. The time is for a machine that does much else; a test passes as soon as the fact is true."""
     end = time.monotonic() + seconds
     while not fact():
         assert time.monotonic() < end, f"still false after {seconds} s"

@@ -10,6 +10,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 PATH = "/v1/audio/speech/stream"
+WITHIN_S = 30.0  # a message arrives, also on a machine that does much else
 CHANCE = msgspec.structs.replace(
     CLONER, id="chance", modes=["voice", "clone"], keeps_voice=True, reference_s=(0.01, 30.0)
 )
@@ -33,7 +34,7 @@ class Client:
             self.send("input.done")
 
     def receive(self):
-        return self.socket.recv(timeout=5)
+        return self.socket.recv(timeout=WITHIN_S)
 
     def event(self, type):
         event = json.loads(self.receive())
@@ -93,7 +94,7 @@ def spoken(server, text, size=1000, headers=None, **config):
             socket.send(json.dumps({"type": "input.text", "text": text[at : at + size]}))
         socket.send(json.dumps({"type": "input.done"}))
         while not events or events[-1]["type"] not in ("audio.done", "error"):
-            message = socket.recv(timeout=5)
+            message = socket.recv(timeout=WITHIN_S)
             if isinstance(message, bytes):
                 audio += message
             else:

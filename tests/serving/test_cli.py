@@ -196,6 +196,8 @@ BAD = [
     (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),
     (["serve", ".", "--max-voices", "-1"], "--max-voices"),
     (["serve", "--keep-alive", "1m"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
+    (["serve", "--keep-alive", "5m"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
+    (["serve", "--load-wait", "300"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
     (["serve", "--model-dir", "/no/such"], "--model-dir"),
     (["serve", ".", "--model-dir", "zoo"], "--model-dir serves the models in zoo; leave out ."),
     (["serve", "--model-dir", "zoo", "--replicas", "2"], "leave out --replicas"),

@@ -39,6 +39,7 @@ FLAGS = {
     "--replicas": "2-4",
     "--ray-address": "head:6379",
     "--max-waiting": "11",
+    "--max-flex-wait": "10",
     "--max-unread": "12",
     "--max-stall": "13",
     "--max-text": "14",

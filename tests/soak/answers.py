@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import aiohttp
 import av
 import numpy as np
 
@@ -20,9 +21,13 @@ MAX_ERROR = 0.3
 # Samples before the speech in a stream of MP3; a file states them in its header, and decoders drop them.
 MP3_DELAY = 1105
 MAX_TAIL = 2304  # more samples in a stream of MP3 or AAC than in the speech: docs/http.md
+READY_S = 90.0  # for a server after a kill
 ERROR_KEYS = {"message", "type", "param", "code"}
-BUSY = ("engine_full", "server_busy")
-STOPPED = ("engine_not_ready", "engine_stopped", "engine_failed", "stopping")
+BUSY = ("engine_full", "server_busy", "model_loading")
+STOPPED = (
+    *("engine_not_ready", "engine_stopped", "engine_failed", "stopping"),
+    *("works_unavailable", "model_not_loaded"),
+)
 
 
 NO_STATUS = 0  # of an error in an event or in a batch's entry
@@ -49,6 +54,10 @@ class Refused(Exception):
         return self.status in (NO_STATUS, 500, 503) and self.code in STOPPED
 
 
+BROKEN = (aiohttp.ClientError, ConnectionError)
+UNAVAILABLE = (Refused, Wrong, TimeoutError, *BROKEN)
+
+
 def refusal(status: int, error: object) -> Refused:
     """Return the error object of an answer, an event or a batch's entry. Raises Wrong."""
     if not isinstance(error, dict) or set(error) != ERROR_KEYS or not error["message"]:
@@ -71,6 +80,12 @@ def refusal_of(status: int, data: bytes, retry_after: str | None) -> Refused:
     if found.is_busy and retry_after is None:
         raise Wrong("503 without Retry-After")
     return found
+
+
+def check_status(status: int, data: bytes, retry_after: str | None) -> None:
+    """Raises Refused or Wrong if the status is not one of success."""
+    if status >= 300:
+        raise refusal_of(status, data, retry_after)
 
 
 def decoded(form: str, data: bytes) -> np.ndarray:

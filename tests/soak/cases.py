@@ -29,14 +29,15 @@ LATENT_FAMILIES = (
 class Case:
     """A request. `first` is the file that the server sent at first with `"stream": false`.
 
-    has_kept_voice: it speaks in an uploaded voice. session: the settings of a WebSocket session that says the
-    same, or None if a session may say something else."""
+    has_kept_voice: it speaks in an uploaded voice. has_times: the model gives times of pieces. session: the
+    settings of a WebSocket session that says the same, or None if a session may say something else."""
 
     name: str
     body: dict[str, Any]
     is_exact: bool
     is_long: bool = False
     has_kept_voice: bool = False
+    has_times: bool = True
     session: dict[str, Any] | None = None
     first: bytes = b""
 
@@ -58,15 +59,21 @@ def sample(index: int) -> tuple[str, bytes]:
 
 
 def record(client: httpx.Client) -> list[Case]:
-    """Upload the kept voices, and return every case with its first answer."""
+    """Upload the kept voices, and return every case with its first answer. Models that answer, unless they
+    also perform a text, have questions instead (conversations.py)."""
     upload_kept(client)
     found = []
     for model in client.get("/v1/models").json()["data"]:
-        for case in cases_of(model):
+        for case in cases_of(model) if speaks(model) else ():
             answer = client.post("/v1/audio/speech", json=case.body | {"stream": False})
             assert answer.status_code == 200, f"{case.name}: {answer.text}"
             found.append(Case(**vars(case) | {"first": answer.content}))
     return found
+
+
+def speaks(model: dict[str, Any]) -> bool:
+    """Return whether a model takes the speech routes."""
+    return model["performs"] or not model["answers"]
 
 
 def cases_of(model: dict[str, Any]) -> Iterator[Case]:
@@ -88,6 +95,7 @@ def cases_of(model: dict[str, Any]) -> Iterator[Case]:
             is_exact,
             is_long,
             has_kept_voice=fields.get("voice") in KEPT,
+            has_times="segment" in model["timestamp_granularities"],
             session=session_of(model, name, body),
         )
 
@@ -96,7 +104,7 @@ def requests_of(model: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
     """Yield name, format and further fields of a model's cases, in every way to choose a voice."""
     modes, options = set(model["modes"]), {option["name"] for option in model["options"]}
     clone = {"ref_audio": recording(5, REFERENCE_S), "ref_text": TRANSCRIPT}
-    usual = {"voice": model["voices"][0]} if "voice" in modes else clone
+    usual = {"voice": model["voices"][0]} if "voice" in modes else clone if "clone" in modes else {}
     yield "plain", "pcm", usual
     yield "long", "pcm", usual | {"sample_rate": 48000}
     yield "sampled", "wav", usual | {"speed": 1.25, **sampling(options)}

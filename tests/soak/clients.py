@@ -11,16 +11,19 @@ import base64
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from serving.tools.load.client import Target, connections
-from tests.soak import answers, hostile
+from tests.soak import answers, conversations, demand, hostile
 from tests.soak.answers import NO_STATUS, Refused, Wrong
 from tests.soak.cases import TRANSCRIPT, Case, sample, speakable
+from tests.soak.conversations import Talk
+from tests.soak.demand import OnDemand
+from tests.soak.works import Library, Volume
 
 SPEECH = "/v1/audio/speech"
 WITHIN_S = 300.0  # a request must end, also a flexible one that waits through two overloads
@@ -29,8 +32,6 @@ READ_BYTES = 8192  # of a slow reader, ten times a second
 SLOWLY_S = 4.0  # a slow reader reads slowly for this long
 DEAF_S = 8.0  # longer than the server's --max-stall
 MAX_BATCH = 4
-STAGES = ("headers", "first audio", "later")  # when a client disconnects or cancels
-FORMS = ("stream", "file", "events", "batch")
 
 
 @dataclass
@@ -41,16 +42,37 @@ class Heard:
     ttfa_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Material:
+    """What the clients of a soak ask for, and the first answers to it. volume, demand: None if the soak has no
+    works, or no models on demand."""
+
+    cases: Sequence[Case]
+    corpus: hostile.Corpus
+    talks: Sequence[Talk] = ()
+    volume: Volume | None = None
+    demand: OnDemand | None = None
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """Return what `Kind.needs` may be."""
+        has = {"answers": bool(self.talks), "works": self.volume, "on demand": self.demand}
+        return frozenset(name for name, value in has.items() if value)
+
+
 class Client:
     """Sends the requests of a soak."""
 
-    def __init__(self, url: str, cases: Sequence[Case], corpus: hostile.Corpus):
-        self.url = url
+    library: Library
+
+    def __init__(self, url: str, material: Material):
+        self.url, self.material = url, material
+        cases, self.corpus = material.cases, material.corpus
+        self.talks = material.talks
         self.short = speakable(cases)
         self.long = speakable(cases, is_long=True)
         self.in_session = [case for case in cases if case.session is not None]
         self.kept = [case for case in cases if case.has_kept_voice and case.form == "pcm"]
-        self.corpus = corpus
         self.target = Target(url + "/v1")
 
     async def __aenter__(self) -> Client:
@@ -58,6 +80,8 @@ class Client:
         self.slow_context = connections(self.target, is_slow=True)
         self.session = await self.usual_context.__aenter__()
         self.slow_session = await self.slow_context.__aenter__()
+        if self.material.volume is not None:
+            self.library = Library(self.session, self.url, self.material.volume)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -78,15 +102,15 @@ class Client:
         return Heard("whole", ttfa_s)
 
     async def events(self, case: Case) -> Heard:
-        fields = {"stream_format": "sse", "timestamp_granularities": ["segment"]}
-        _, data = await self.posted(case.body | fields)
+        times = {"timestamp_granularities": ["segment"]} if case.has_times else {}
+        _, data = await self.posted(case.body | {"stream_format": "sse"} | times)
         events = [json.loads(line.removeprefix("data: ")) for line in data.decode().splitlines() if line]
         kinds = [event["type"] for event in events]
         if not kinds or kinds[-1] not in ("speech.audio.done", "error"):
             raise Wrong(f"events without a last event: {kinds[-3:]}")
         if kinds[-1] == "error":
             raise answers.refusal(NO_STATUS, events[-1]["error"])
-        if "speech.audio.segment" not in kinds:
+        if case.has_times and "speech.audio.segment" not in kinds:
             raise Wrong("no segment's times")
         audio = [event["audio"] for event in events if event["type"] == "speech.audio.delta"]
         answers.check_stream(case.form, b"".join(map(base64.b64decode, audio)), case.first)
@@ -247,6 +271,34 @@ class Client:
             check_status(answer, data)
             return data
 
+    # --- models that answer, works, models on demand ---
+
+    async def answer(self, talk: Talk) -> Heard:
+        await conversations.answered(self.session, self.url, talk)
+        return Heard("whole")
+
+    async def answer_in_stream(self, talk: Talk) -> Heard:
+        await conversations.answered_in_stream(self.session, self.url, talk)
+        return Heard("whole")
+
+    async def leave_answer(self, talk: Talk) -> Heard:
+        await conversations.leave_answer(self.session, self.url, talk)
+        return Heard("disconnected")
+
+    async def work(self, chance: random.Random) -> Heard:
+        return Heard(await self.library.work(chance))
+
+    async def deleted_work(self, chance: random.Random) -> Heard:
+        return Heard(await self.library.deleted(chance))
+
+    async def abandoned_work(self, after_s: float) -> Heard:
+        return Heard(await self.library.abandoned(after_s))
+
+    async def on_demand(self, model: str) -> Heard:
+        assert self.material.demand is not None, "no models on demand"
+        await demand.speak(self.session, self.material.demand, model)
+        return Heard("whole")
+
     # --- hostile clients ---
 
     async def damaged(self, index: int, case: Case) -> Heard:
@@ -301,8 +353,7 @@ def as_expected(refused: Refused, statuses: Sequence[int]) -> Heard:
 
 def check_status(answer: aiohttp.ClientResponse, data: bytes) -> None:
     """Raises Refused or Wrong if the status is not one of success."""
-    if answer.status >= 300:
-        raise answers.refusal_of(answer.status, data, answer.headers.get("retry-after"))
+    answers.check_status(answer.status, data, answer.headers.get("retry-after"))
 
 
 def cut(text: str, chance: random.Random) -> list[str]:
@@ -331,58 +382,3 @@ async def spoken(
             if event["type"] == "error":
                 raise answers.refusal(NO_STATUS, event["error"])
     raise ConnectionError(f"the server closed the session with code {socket.close_code}")
-
-
-# --- which client comes next ---
-
-Kind = Callable[[Client, random.Random, int], Awaitable[Heard]]
-
-KINDS: dict[str, tuple[float, Kind]] = {  # name: (weight, client)
-    "stream": (28, lambda client, chance, _: client.stream(chance.choice(client.short))),
-    "file": (14, lambda client, chance, _: client.file(chance.choice(client.short))),
-    "events": (8, lambda client, chance, _: client.events(chance.choice(client.short))),
-    "batch": (
-        3,
-        lambda client, chance, _: client.batch(chance.sample(client.short, chance.randint(1, MAX_BATCH))),
-    ),
-    "flexible": (
-        6,
-        lambda client, chance, _: client.stream(chance.choice(client.short), service_tier="flex"),
-    ),
-    "long text": (2, lambda client, chance, _: client.stream(chance.choice(client.long))),
-    "text in portions": (
-        8,
-        lambda client, chance, _: client.portions(chance.choice(client.in_session), chance),
-    ),
-    "cancelled session": (
-        4,
-        lambda client, chance, _: client.cancel(
-            chance.choice(client.in_session), chance.choice(STAGES), chance
-        ),
-    ),
-    "disconnected": (
-        8,
-        lambda client, chance, _: client.leave(
-            chance.choice(client.short + client.long), chance.choice(STAGES)
-        ),
-    ),
-    "disconnected soon": (
-        6,
-        lambda client, chance, _: client.leave_soon(
-            chance.sample(client.short, MAX_BATCH), chance.choice(FORMS), chance.random()
-        ),
-    ),
-    "slow reader": (2, lambda client, chance, _: client.slow(chance.choice(client.long))),
-    "reader that stops": (1, lambda client, chance, _: client.deaf(chance.choice(client.long))),
-    "uploaded voice": (
-        3,
-        lambda client, chance, index: client.life_of_a_voice(chance.choice(client.kept), f"churn-{index}"),
-    ),
-    "damaged recording": (
-        4,
-        lambda client, chance, index: client.damaged(index, chance.choice(client.kept)),
-    ),
-    "invalid request": (4, lambda client, chance, _: client.invalid(chance.getrandbits(30))),
-    "broken HTTP": (2, lambda client, chance, _: client.broken_http(chance.getrandbits(30))),
-    "broken session": (2, lambda client, chance, _: client.broken_session(chance.getrandbits(30))),
-}

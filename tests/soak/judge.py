@@ -12,9 +12,10 @@ import numpy as np
 
 from tests.attack.report import Row
 from tests.soak.run import Ended, Run, counts, exceeding
-from tests.soak.server import Sample
+from tests.soak.server import Process, Sample
 
 PROCESSES = ("supervisor", "engine", "http")
+ON_DEMAND = ("gateway on demand", "http on demand")  # of the second server, if the soak has it
 MIN_SAMPLES = 6  # of a third, else there are no curves
 MIN_LOAD_SAMPLES = 200  # of a third, else a curve that follows the load is shown but not judged
 MIN_HEARD = 100  # first audios of a third, else their p95 is not judged
@@ -54,7 +55,7 @@ def in_state(state: str) -> Callable[[Sample], float]:
 CURVES = (
     *(
         Curve(f"{process}: memory", "MiB", Tolerance(0.10, 24), of_process(process, "resident_mib"))
-        for process in PROCESSES
+        for process in (*PROCESSES, *ON_DEMAND)
     ),
     # processes that decode recordings, which come and go
     Curve(
@@ -63,7 +64,7 @@ CURVES = (
     *(
         Curve(f"{process}: {name}", "", Tolerance(0.5, 12), of_process(process, name), follows_load=True)
         for name in ("descriptors", "sockets", "threads")
-        for process in ("engine", "http")
+        for process in ("engine", "http", *ON_DEMAND)
     ),
     Curve("requests with a slot", "", Tolerance(0.5, 4), in_state("running"), follows_load=True),
     Curve("queued requests", "", Tolerance(0.5, 8), in_state("waiting"), follows_load=True),
@@ -124,7 +125,10 @@ def curves(run: Run) -> list[Row]:
     if min(len(first), len(last)) < MIN_SAMPLES:
         return []
     found = []
+    has_demand = any(name in first[0].processes for name in ON_DEMAND)
     for curve in CURVES:
+        if "on demand" in curve.name and not has_demand:
+            continue
         before, after = (statistics.median(map(curve.value, part)) for part in (first, last))
         most = curve.tolerance.most(before)
         is_judged = not curve.follows_load or min(len(first), len(last)) >= MIN_LOAD_SAMPLES
@@ -174,18 +178,20 @@ def idle_again(name: str, before: Sample, after: Sample | None, new: Sequence[st
     differ = exceeding(before, after)
     if after.files > before.files:
         differ[-1] += f" ({', '.join(new[:MAX_NAMES])})"
-    for process in PROCESSES:
-        was, now = before.processes[process], after.processes[process]
+    watched = [name for name in (*PROCESSES, *ON_DEMAND) if name in before.processes]
+    for process in watched:
+        was, now = before.processes[process], after.processes.get(process, Process())
         if now.resident_mib > IDLE_MEMORY.most(was.resident_mib):
             differ.append(f"{process}: memory {was.resident_mib:.0f}, then {now.resident_mib:.0f} MiB")
         if now.threads > IDLE_THREADS.most(was.threads):
             differ.append(f"{process}: threads {was.threads}, then {now.threads}")
-    num = len(counts(before)) + 2 * len(PROCESSES)
+    num = len(counts(before)) + 2 * len(watched)
     return Row(
         name,
         num,
         len(differ),
-        "; ".join(differ) or "no more than before: slots, pages, sessions, descriptors, sockets, files",
+        "; ".join(differ)
+        or "no more than before: slots, pages, sessions, works, models, descriptors, sockets, files",
     )
 
 

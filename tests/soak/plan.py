@@ -6,7 +6,7 @@ import random
 import signal
 from dataclasses import dataclass
 
-from tests.soak.clients import KINDS, Kind
+from tests.soak.kinds import KINDS, Kind
 
 # Of the capacity. Every cycle has each of them for the same time, and ends with the queue empty.
 LEVELS = (1.0, 5.0, 2.0, 0.5, 0.1)
@@ -20,12 +20,19 @@ STRIKES: tuple[tuple[str, signal.Signals], ...] = (
     ("http", signal.SIGKILL),
     ("engine", signal.SIGSTOP),  # followed by SIGCONT
 )
+MORE_STRIKES = {  # by what the soak must have
+    "on demand": ("model on demand", signal.SIGKILL),
+    "works": ("process of a work", signal.SIGKILL),
+}
 
 
 @dataclass(frozen=True)
 class Plan:
+    """abilities: what the soak has beyond speech (`Material.abilities`)."""
+
     seed: int
     duration_s: float
+    abilities: frozenset[str] = frozenset()
 
     @property
     def warmup_s(self) -> float:
@@ -46,9 +53,13 @@ class Plan:
         rung_s = LOAD_SHARE * self.duration_s / (self.num_cycles * len(LEVELS))
         return [(level, rung_s) for _ in range(self.num_cycles) for level in LEVELS]
 
+    @property
+    def strikes(self) -> list[tuple[str, signal.Signals]]:
+        return [*STRIKES, *(strike for name, strike in MORE_STRIKES.items() if name in self.abilities)]
+
     def request(self, index: int) -> tuple[str, Kind, random.Random]:
         """Return the kind of request number `index`, and its chances."""
         chance = random.Random(f"{self.seed} request {index}")
-        names, weights = list(KINDS), [weight for weight, _ in KINDS.values()]
-        [name] = chance.choices(names, weights)
-        return name, KINDS[name][1], chance
+        kinds = {name: kind for name, kind in KINDS.items() if kind.needs in ("", *self.abilities)}
+        [name] = chance.choices(list(kinds), [kind.weight for kind in kinds.values()])
+        return name, kinds[name], chance

@@ -11,30 +11,27 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
 
 from serving.tools.load.plan import poisson
-from tests.soak.answers import Refused, Wrong
-from tests.soak.cases import KEPT, Case
-from tests.soak.clients import WITHIN_S, Client
-from tests.soak.hostile import Corpus
-from tests.soak.plan import ROUND_S, STRIKES, Plan
+from tests.soak.answers import BROKEN, READY_S, UNAVAILABLE, Refused, Wrong
+from tests.soak.cases import KEPT
+from tests.soak.clients import WITHIN_S, Client, Material
+from tests.soak.plan import ROUND_S, Plan
 from tests.soak.server import Sample, Soaked, sample
+from tests.soak.strikes import STRIKE
 
 MAX_IN_FLIGHT = 150
 NUM_WARMUP = 16  # requests at once, one after the other
 MAX_SAMPLES = 3600
 IDLE_S = 30.0  # a server that gets no requests must be idle within this time
 IDLE_SAMPLES = 3  # in a row
-READY_S = 90.0  # after a kill
 PAUSED_S = 2.0  # between SIGSTOP and SIGCONT
 BEFORE_S = 2.0  # between two strikes, at least
-BROKEN = (aiohttp.ClientError, ConnectionError)
-UNAVAILABLE = (Refused, Wrong, TimeoutError, *BROKEN)
 
 Say = Callable[[str], None]
 
@@ -100,7 +97,7 @@ class Soak:
                 with self.in_part(name):
                     await part()
                     await self.drain()
-                    await self.delete_voices()
+                    await self.delete_left()
                 self.run.idle[name] = await self.settle(self.run.idle.get("warm-up"))
                 self.run.files[name] = sorted(self.server.disk_files())
             self.run.is_complete = True
@@ -112,13 +109,13 @@ class Soak:
 
     @contextmanager
     def in_part(self, name: str) -> Iterator[None]:
-        self.part, began_s, num_before = name, self.now_s, len(self.server.errors)
+        self.part, began_s, num_before = name, self.now_s, self.server.num_errors
         self.say(f"{name}: from {began_s:.0f} s")
         try:
             yield
         finally:
             self.run.parts[name] = began_s, self.now_s
-            self.run.num_errors[name] = len(self.server.errors) - num_before
+            self.run.num_errors[name] = self.server.num_errors - num_before
 
     # --- the parts ---
 
@@ -150,7 +147,7 @@ class Soak:
         loading = asyncio.create_task(load())
         kills_s = self.plan.kills_s(self.now_s)
         num_rounds = max(1, int(kills_s // ROUND_S))
-        begin_s, strikes = self.now_s, [*STRIKES] * num_rounds
+        begin_s, strikes = self.now_s, self.plan.strikes * num_rounds
         try:
             for index, (name, number) in enumerate(strikes):
                 await asyncio.sleep(max(BEFORE_S, begin_s + index * kills_s / len(strikes) - self.now_s))
@@ -161,20 +158,27 @@ class Soak:
             await asyncio.gather(loading, return_exceptions=True)
 
     async def strike(self, name: str, number: signal.Signals) -> None:
-        self.server.find_children()
         at_s = self.now_s
+        if name in STRIKE:
+            is_back = await STRIKE[name](self, number)
+        else:
+            is_back = await self.strike_child(name, number)
+        back_s = self.now_s - at_s if is_back else None
+        self.run.strikes.append(Strike(f"{number.name} to {name}", at_s, back_s))
+        self.say(
+            f"{number.name} to {name}: " + ("not back" if back_s is None else f"back after {back_s:.1f} s")
+        )
+
+    async def strike_child(self, name: str, number: signal.Signals) -> bool:
+        """Send a signal to a child of the supervisor. Return whether the server is ready again."""
+        self.server.find_children()
         pid = self.server.pids[name]
         os.kill(pid, number)
         if number is signal.SIGSTOP:
             await asyncio.sleep(PAUSED_S)
             os.kill(pid, signal.SIGCONT)
         is_back = await self.until(lambda: number is signal.SIGSTOP or self.is_replaced(name, pid), READY_S)
-        is_back = is_back and await self.wait_ready()
-        back_s = self.now_s - at_s if is_back else None
-        self.run.strikes.append(Strike(f"{number.name} to {name}", at_s, back_s))
-        self.say(
-            f"{number.name} to {name}: " + ("not back" if back_s is None else f"back after {back_s:.1f} s")
-        )
+        return is_back and await self.wait_ready()
 
     def is_replaced(self, name: str, pid: int) -> bool:
         return self.server.processes().get(name, pid) != pid
@@ -221,17 +225,18 @@ class Soak:
 
     async def request(self, index: int) -> None:
         """Send request number `index`, and note how it ended."""
-        kind, act, chance = self.plan.request(index)
+        name, kind, chance = self.plan.request(index)
         part, level = self.part, self.level
         how, wrong, ttfa_s = "", "", None
         may_fail = part == "kills"
         try:
             async with asyncio.timeout(WITHIN_S):
-                heard = await act(self.client, chance, index)
+                heard = await kind.act(self.client, chance, index)
             how, ttfa_s = heard.how, heard.ttfa_s
         except Refused as refused:
             how = "busy" if refused.is_busy else f"error {refused.status} {refused.code}"
-            wrong = "" if refused.is_busy or (may_fail and refused.is_stopped) else str(refused)
+            is_right = may_fail and (refused.is_stopped or refused.code in kind.in_kills)
+            wrong = "" if refused.is_busy or is_right else str(refused)
         except aiohttp.WSServerHandshakeError as error:
             how, wrong = "busy", "" if error.status == 503 else f"handshake: {error.status}"
         except BROKEN as error:
@@ -240,7 +245,7 @@ class Soak:
             how, wrong = "no end", f"no end within {WITHIN_S:g} s"
         except (Wrong, ValueError, KeyError, TypeError) as error:
             how, wrong = "wrong", f"{type(error).__name__}: {error}"
-        self.run.ended.append(Ended(kind, index, part, level, self.now_s, how, wrong, ttfa_s))
+        self.run.ended.append(Ended(name, index, part, level, self.now_s, how, wrong, ttfa_s))
 
     async def drain(self) -> None:
         """Wait for all requests in flight. Each of them has its own limit. Raises a client's own error."""
@@ -250,9 +255,11 @@ class Soak:
         if self.crashes:
             raise self.crashes[0]
 
-    async def delete_voices(self) -> None:
-        """Delete the voices that interrupted uploads have left."""
+    async def delete_left(self) -> None:
+        """Delete the voices and the works that interrupted clients have left."""
         await self.wait_ready()
+        if self.client.material.volume is not None:
+            await self.client.library.delete_all()
         for name in await self.voices():
             if name not in KEPT:
                 await self.client.called("DELETE", f"/v1/audio/voices/{name}")
@@ -311,14 +318,16 @@ def counts(found: Sample) -> dict[str, float]:
         for name in ("descriptors", "sockets")
     }
     requests = {f"requests {state}": number for state, number in found.requests.items()}
-    return {**held, **requests, "sessions": found.sessions, "pages": found.pages, "files": float(found.files)}
+    more = {"sessions": found.sessions, "pages": found.pages, "works": found.works}
+    more |= {"models on demand": float(found.models_on_demand), "files": float(found.files)}
+    return {**held, **requests, **more}
 
 
-def soaked(server: Soaked, cases: Sequence[Case], corpus: Corpus, run: Run, say: Say) -> None:
+def soaked(server: Soaked, material: Material, run: Run, say: Say) -> None:
     """Fill `run`. It stays incomplete if the server is lost, or if a KeyboardInterrupt is raised."""
 
     async def all_of_it() -> None:
-        async with Client(server.url, cases, corpus) as client:
+        async with Client(server.url, material) as client:
             await Soak(server, client, run, say).all_of_it()
 
     try:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zoo
-from benchmarks.under_load import descendants
-from tests.attack.target import CHILDREN, Target, command_line
+from tests.soak.demand import OnDemand
+from tests.soak.watched import Watched, alive, write_demo
 
 # name of a model: its family and the size of its demo checkpoint
-LEFT_OUT = ("bagpiper", "glm4_voice", "step_audio2")  # they answer, for which there are no cases yet
-MODELS = {name: (name, "tiny") for name in zoo.families() if name not in LEFT_OUT}
+MODELS = {name: (name, "tiny") for name in zoo.families()}
 MODELS["qwen3_tts_base"] = ("qwen3_tts", "tiny-base")
 SHORT_FORM = ("qwen3_tts", "higgs_v3", "voxcpm2")  # models of a short run: codes, delayed codes, latents
 OPTIONS = (
@@ -27,82 +24,58 @@ OPTIONS = (
     *("--grace-s", "1"),
 )
 COMPILE_START_S = 1800.0  # for a server that compiles every model first
-MAX_LINES = 1000  # of its log are kept
 GAUGES = ("running", "waiting", "preparing", "held", "paused")
 
 
-class Soaked(Target):
-    """A server for `models`. `errors` are the lines of its log with level error or critical."""
+class Soaked(Watched):
+    """A server for `models`. demand: the server of models on demand next to it, if there is one."""
 
-    def __init__(self, models: Sequence[str], directory: Path, *, is_compiled: bool = False):
+    demand: OnDemand | None = None
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        directory: Path,
+        *,
+        is_compiled: bool = False,
+        has_works: bool = False,
+    ):
         super().__init__(" ".join(models), directory, TMPDIR=str(directory / "tmp"), ZOO_LOG="json")
         (directory / "tmp").mkdir()
-        self.is_compiled = is_compiled
-        self.errors: list[str] = []
-        self.recent: deque[str] = deque(maxlen=MAX_LINES)
+        self.is_compiled, self.has_works = is_compiled, has_works
         self.start_s = COMPILE_START_S if is_compiled else self.start_s
-
-    def __enter__(self) -> Soaked:
-        try:
-            super().__enter__()
-        except BaseException:  # also an interrupt while it starts
-            if hasattr(self, "process"):
-                self.process.kill()
-            raise
-        return self
 
     @property
     def command(self) -> list[str]:
         demos = [write_demo(self.directory / name, *MODELS[name]) for name in self.models]
         quick = [] if self.is_compiled else ["--no-compile", "--no-warm"]
-        voices = ["--voices-dir", str(self.directory / "voices")]
-        options = ["--device", "cpu", "--port", "0", *quick, *voices, *OPTIONS]
+        kept = ["--voices-dir", str(self.directory / "voices")]
+        kept += ["--works-dir", str(self.directory / "works")] if self.has_works else []
+        options = ["--device", "cpu", "--port", "0", *quick, *kept, *OPTIONS]
         return [sys.executable, "-m", "serving", "serve", *map(str, demos), *options]
 
     @property
-    def said(self) -> str:
-        return "".join(self.recent)
+    def logged(self) -> list[str]:
+        """The lines of level error in the logs of both servers."""
+        return self.errors + (self.demand.errors if self.demand is not None else [])
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None, "stderr is not a pipe"
-        for line in self.process.stderr:
-            self.recent.append(line)
-            if is_error(line):
-                self.errors.append(line)
+    @property
+    def num_errors(self) -> int:
+        return len(self.logged)
 
     def find_children(self) -> None:
         """Update the process ids after a restart."""
         self.pids |= self.processes()
 
-    def processes(self) -> dict[str, int]:
-        """Return the process ids of the children that run now."""
-        running = {pid: command_line(pid) for pid in alive(self.process.pid)[1:]}
-        return {
-            name: max(pids)
-            for name, module in CHILDREN.items()
-            if (pids := [pid for pid, line in running.items() if module in line])
-        }
-
     def disk_files(self) -> dict[str, int]:
-        """Return the sizes of the files in the directories of voices and temporary files, by their paths."""
+        """Return the sizes of the files in the directories of voices, works and temporary files, by their
+        paths."""
         return {
             str(path.relative_to(self.directory)): size_bytes(path)
-            for name in ("voices", "tmp")
+            for name in ("voices", "works", "tmp")
             for path in (self.directory / name).rglob("*")
             if path.is_file()
         }
-
-
-def write_demo(directory: Path, family: str, size: str) -> Path:
-    return directory if directory.exists() else zoo.families()[family].write_demo(directory, size)
-
-
-def is_error(line: str) -> bool:
-    """Return whether a line of the log reports an error. A line that is not JSON is one, too: a traceback."""
-    try:
-        return json.loads(line)["level"] in ("error", "critical")
-    except ValueError:
-        return not line.startswith("zoo: ")
 
 
 def size_bytes(path: Path) -> int:
@@ -110,14 +83,6 @@ def size_bytes(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:  # deleted in between
         return 0
-
-
-def alive(pid: int) -> list[int]:
-    """Return a process and its descendants, without those that end in between."""
-    try:
-        return descendants(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return [pid]
 
 
 @dataclass(frozen=True)
@@ -143,10 +108,13 @@ class Sample:
     reference_bytes: float = 0.0
     files: int = 0
     disk_mib: float = 0.0
+    works: float = 0.0
+    models_on_demand: int = 0  # processes of models that are loaded
 
     @property
     def is_idle(self) -> bool:
-        return not (any(self.requests.values()) or self.sessions or self.reference_bytes)
+        is_held = self.sessions or self.reference_bytes or self.works or self.models_on_demand
+        return not (any(self.requests.values()) or is_held)
 
 
 def held(pid: int) -> Process:
@@ -174,14 +142,10 @@ def link_of(path: Path) -> str:
 def sample(server: Soaked, metrics: str, at_s: float, level: float) -> Sample:
     """Return what the server holds, from /proc, its directories and the text of /metrics."""
     named = {"supervisor": server.process.pid, **server.processes()}
-    processes = {name: held(pid) for name, pid in named.items()}
-    others = [held(pid) for pid in alive(server.process.pid) if pid not in named.values()]
-    processes["others"] = Process(
-        sum(one.resident_mib for one in others),
-        sum(one.descriptors for one in others),
-        sum(one.sockets for one in others),
-        sum(one.threads for one in others),
-    )
+    processes = held_by(server, named, "others")
+    if server.demand is not None:
+        found = {f"{name} on demand": pid for name, pid in server.demand.processes().items()}
+        processes |= held_by(server.demand, found, "others on demand")
     values = summed(metrics)
     files = server.disk_files()
     return Sample(
@@ -194,7 +158,21 @@ def sample(server: Soaked, metrics: str, at_s: float, level: float) -> Sample:
         values.get("zoo_reference_bytes", 0.0),
         len(files),
         sum(files.values()) / (1 << 20),
+        values.get("zoo_works", 0.0),
+        0 if server.demand is None else len(server.demand.engines()),
     )
+
+
+def held_by(server: Watched, named: dict[str, int], others: str) -> dict[str, Process]:
+    """Return what the named processes of a server hold, and all its other ones together."""
+    rest = [held(pid) for pid in alive(server.process.pid) if pid not in named.values()]
+    together = Process(
+        sum(one.resident_mib for one in rest),
+        sum(one.descriptors for one in rest),
+        sum(one.sockets for one in rest),
+        sum(one.threads for one in rest),
+    )
+    return {name: held(pid) for name, pid in named.items()} | {others: together}
 
 
 def summed(metrics: str) -> dict[str, float]:

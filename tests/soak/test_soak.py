@@ -1,5 +1,6 @@
 """The soak finds what it is for: wrong answers, and resources that are not given back. A short one passes."""
 
+import base64
 import io
 import json
 import os
@@ -20,10 +21,13 @@ from models import family
 from tests.attack.target import ROOT, command_line, until
 from tests.soak import answers, judge, report
 from tests.soak.answers import Wrong
-from tests.soak.cases import NEED_WORDS, requests_of
+from tests.soak.cases import NEED_WORDS, requests_of, speaks
+from tests.soak.conversations import KEEPS_ANSWERS, Answer, check_answer, streamed_answer, talk, talks_of
+from tests.soak.kinds import KINDS
 from tests.soak.plan import LEVELS, Plan
 from tests.soak.run import Ended, Run, Strike
-from tests.soak.server import MODELS, Process, Sample, alive, is_error, summed
+from tests.soak.server import MODELS, Process, Sample, summed
+from tests.soak.watched import alive, is_error
 
 SPEECH = np.random.default_rng(0).normal(0, 3000, 8000).astype("<i2")
 PLAN = Plan(0, 600.0)
@@ -147,6 +151,85 @@ def test_recordings_without_their_words_go_only_to_families_that_take_them():
     clones = {"modes": ["clone"], "options": [], "mixes": False, "voices": []}
     names = [[name for name, *_ in requests_of(clones | {"family": of})] for of in ("csm", "higgs_v3")]
     assert ["cloned without words" in of for of in names] == [False, True]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_cases(name):
+    """Models that answer have questions with and without a clip, streams and whole files among them."""
+    of, size = MODELS[name]
+    spec = family(of, size=size).spec
+    info = {"id": name, "family": of, "modes": [], "options": [], "mixes": False, "voices": []}
+    info |= {"answers": spec.answers, "performs": spec.performs}
+    assert speaks(info) or spec.answers
+    assert spec.keeps_answers == (of in KEEPS_ANSWERS)
+    if spec.performs:
+        assert not any({"ref_audio", "voice"} & set(fields) for _, _, fields in requests_of(info))
+    if spec.answers:
+        talks = list(talks_of(info))
+        assert {each.form for each in talks if each.may_stream} == {"none", "pcm16"}
+        assert any("mp3" in each.name for each in talks) and any("clip" in each.name for each in talks)
+
+
+def test_kinds_that_need_more_come_only_where_it_is():
+    def kinds(*abilities):
+        plan = Plan(0, 60.0, frozenset(abilities))
+        return {plan.request(index)[0] for index in range(2000)}
+
+    plain = {name for name, kind in KINDS.items() if not kind.needs}
+    assert kinds() == plain
+    assert kinds("answers", "works", "on demand") == set(KINDS)
+    assert [name for name, _ in Plan(0, 60.0, frozenset(["works"])).strikes][-1] == "process of a work"
+
+
+# --- conversations ---
+
+TALK = talk({"id": "m"}, "text to pcm16", "Hello.", seed=1, audio={"format": "pcm16", "voice": "any"})
+
+
+def chunks(*deltas, reason="stop", end="data: [DONE]"):
+    lines = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    lines.append({"choices": [{"delta": {}, "finish_reason": reason}]})
+    return "\n\n".join(["data: " + json.dumps(line) for line in lines] + [end]).encode()
+
+
+def spoken_in_chunks(*samples):
+    data = [base64.b64encode(bytes(part)).decode() for part in samples]
+    first = {"role": "assistant", "audio": {"id": "a", "transcript": "Good "}}
+    return [first, *({"audio": {"data": each, "transcript": "day"}} for each in data)]
+
+
+def test_an_answer_in_chunks_is_joined():
+    heard = streamed_answer(chunks(*spoken_in_chunks(SPEECH[:50], SPEECH[50:])), TALK)
+    assert heard == ("Good dayday", bytes(SPEECH), "stop", "a")
+
+
+@pytest.mark.parametrize("end", ["", 'data: {"choices": []}'])
+def test_chunks_without_an_end_are_wrong(end):
+    with pytest.raises((Wrong, ValueError)):
+        streamed_answer(chunks(*spoken_in_chunks(SPEECH), end=end), TALK)
+
+
+def test_an_error_in_chunks_is_a_refusal():
+    with pytest.raises(answers.Refused, match="full"):
+        streamed_answer(b"data: " + json.dumps({"type": "error", "error": ERROR}).encode(), TALK)
+
+
+def test_an_answer_with_other_words_another_reason_or_other_audio_is_wrong():
+    first = Answer("Good day", bytes(SPEECH), "stop", "a")
+    near = SPEECH.copy()
+    near[5] += 1
+    check_answer(first._replace(audio=bytes(near), audio_id="b"), first, TALK, is_stream=True)
+    for other in (
+        {"text": "Good"},
+        {"reason": "length"},
+        {"audio": bytes(SPEECH[:-1])},
+        {"audio": None},
+        {"audio": b""},
+    ):
+        with pytest.raises(Wrong):
+            check_answer(first._replace(**other), first, TALK, is_stream=True)
+    with pytest.raises(Wrong, match="differs"):
+        check_answer(first._replace(audio=bytes(near)), first, TALK)
 
 
 # --- the verdict ---

@@ -141,7 +141,7 @@ class Bagpiper(Family[BagpiperState]):
             slot=self._sampling(values)
             | {"seed": request.seed, "most_words": most_words, "is_text": is_text},
             usage={
-                "input_tokens": script.num_words,
+                "input_tokens": script.num_words + script.num_heard,
                 "input_audio_tokens": script.num_heard,
                 "prompt_positions": length,
             },

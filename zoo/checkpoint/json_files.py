@@ -13,6 +13,8 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
     return value

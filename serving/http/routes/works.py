@@ -9,9 +9,9 @@ from litestar import Request, Response, delete, get, post
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
-from litestar.response import File
 
 from serving.books.manuscript import BOOK, chapter_file
+from serving.http import ranges
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
 from serving.http.foreign import translated
@@ -23,7 +23,13 @@ from serving.http.works.works import Works, options_in
 UNKNOWN = ResponseSpec(ErrorBody, description="there is no such work, or this server keeps none")
 NO_ROOM = ResponseSpec(ErrorBody, description="the disk is full, or the works have reached their limit")
 EARLY = ResponseSpec(ErrorBody, description="it is not complete yet (code not_complete)")
-AUDIO = ResponseSpec(bytes, description="the file", media_type="audio/mp4", generate_examples=False)
+MEDIA_TYPE = "audio/mp4"
+AUDIO = ResponseSpec(bytes, description="the file", media_type=MEDIA_TYPE, generate_examples=False)
+PART = ResponseSpec(
+    bytes, description="the part in the header Range", media_type=MEDIA_TYPE, generate_examples=False
+)
+BEHIND = ResponseSpec(ErrorBody, description="the range begins behind the end of the file")
+FILES = {200: AUDIO, 206: PART, 404: UNKNOWN, 409: EARLY, 416: BEHIND, **REFUSALS}
 
 
 @get(WORKS, responses=REFUSALS)
@@ -80,22 +86,21 @@ async def remove_work(work_id: str, works: Works) -> WorkDeleted:
     return WorkDeleted(work_id)
 
 
-@get(f"{WORKS}/{{work_id:str}}/book.m4b", responses={200: AUDIO, 404: UNKNOWN, 409: EARLY, **REFUSALS})
-async def book_of_work(work_id: str, works: Works) -> File:
-    """Return the finished book, with chapter marks."""
+@get(f"{WORKS}/{{work_id:str}}/book.m4b", responses=FILES)
+async def book_of_work(work_id: str, works: Works, request: Request[Any, Any, Any]) -> Response[Any]:
+    """Return the finished book, with chapter marks, or a part of the file."""
     work = works.find(work_id)
     if work.facts.audio_s is None:
         progress = work.described(has_chapters=False).progress
         raise refusal(409, f"the book is not complete: {progress:.0%} of it is spoken", code="not_complete")
-    return File(work.directory / BOOK, filename=f"{work.facts.title}.m4b", media_type="audio/mp4")
+    return ranges.answer(work.directory / BOOK, f"{work.facts.title}.m4b", MEDIA_TYPE, request)
 
 
-@get(
-    f"{WORKS}/{{work_id:str}}/chapters/{{number:int}}",
-    responses={200: AUDIO, 400: WRONG, 404: UNKNOWN, 409: EARLY, **REFUSALS},
-)
-async def chapter_of_work(work_id: str, number: int, works: Works) -> File:
-    """Return a finished chapter, as AAC in MP4."""
+@get(f"{WORKS}/{{work_id:str}}/chapters/{{number:int}}", responses={400: WRONG, **FILES})
+async def chapter_of_work(
+    work_id: str, number: int, works: Works, request: Request[Any, Any, Any]
+) -> Response[Any]:
+    """Return a finished chapter, as AAC in MP4, or a part of the file."""
     work = works.find(work_id)
     chapters = work.facts.chapters
     if not 1 <= number <= len(chapters):
@@ -103,7 +108,7 @@ async def chapter_of_work(work_id: str, number: int, works: Works) -> File:
     if chapters[number - 1].audio_s is None:
         raise refusal(409, f"chapter {number} is not complete yet", code="not_complete")
     name = f"{work.facts.title} {number}.m4a"
-    return File(work.directory / chapter_file(number), filename=name, media_type="audio/mp4")
+    return ranges.answer(work.directory / chapter_file(number), name, MEDIA_TYPE, request)
 
 
 ROUTES = [list_works, add_work, one_work, resume_work, remove_work, book_of_work, chapter_of_work]

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,13 +18,14 @@ from litestar.exceptions import HTTPException
 from serving.books.manuscript import manuscript_at
 from serving.http.errors import cut, error_of, refusal
 from serving.http.keys import current
+from serving.http.metrics import STATES
 from serving.http.objects import Error
 from serving.http.quota import Quota
 from serving.http.references import LoadedVoice
 from serving.http.server import Server
 from serving.http.works import process
 from serving.http.works.maker import PART_CHARS, Maker, Request, request_for, to_its_end
-from serving.http.works.schemas import WORKS, WorkObject
+from serving.http.works.schemas import WORKS, State, WorkObject
 from serving.http.works.store import ChapterFacts, Facts, Store, Taken, Work
 from serving.settings import WorksSettings
 
@@ -51,6 +53,9 @@ class Works:
         self.reading = Quota(MAX_READING, "documents are being read")
         self._news = asyncio.Event()
         self._making: tuple[Work, asyncio.Task[None]] | None = None
+        for state in STATES:
+            server.metrics.works.labels(state).set_function(partial(self.num_in, state))
+        server.metrics.works_bytes.set_function(lambda: self.num_bytes)
 
     # The background.
 
@@ -105,8 +110,15 @@ class Works:
             work.doing = "waiting"
         log.info("work", id=work.facts.id, state=work.state, error=work.error and work.error.message)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(work.num_bytes for work in self.all.values())
+
+    def num_in(self, state: State) -> int:
+        return sum(work.state == state for work in self.all.values())
+
     def _has_room(self, num_bytes: int) -> bool:
-        return sum(work.num_bytes for work in self.all.values()) + num_bytes <= self.settings.disk_bytes
+        return self.num_bytes + num_bytes <= self.settings.disk_bytes
 
     # For the routes.
 

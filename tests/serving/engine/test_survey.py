@@ -54,6 +54,24 @@ def test_memory_is_that_of_the_plan():
     assert larger.planned_bytes == model.planned_bytes + 1000
 
 
+def test_a_directory_that_breaks_a_family_leaves_the_others(tmp_path, foreign, monkeypatch, capfd):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "config.json").write_text("[" * 100_000)
+    models = {"deep": tmp_path / "deep", "a": directory("qwen3_tts", "tiny")}
+    assert [model.info.id for model in surveyed(models).models] == ["a"]
+    assert "zoo: deep is not served" in capfd.readouterr().err
+
+    def load(path, *more, **options):
+        if path == str(foreign["other"]):
+            raise TypeError("a width that is a list")
+        return real(path, *more, **options)
+
+    real = zoo.load
+    monkeypatch.setattr(zoo, "load", load)
+    assert [model.info.id for model in surveyed({**models, "other": foreign["other"]}).models] == ["a"]
+    assert "zoo: other is not served: an error in reading it" in capfd.readouterr().err
+
+
 def test_what_no_family_reads_is_a_line_in_the_log(foreign, capfd):
     told = []
     models = {**foreign, "a": directory("qwen3_tts", "tiny")}

@@ -183,9 +183,19 @@ def test_a_clip_is_understood(client, models):
     expected = alone(models, "bagpiper", text="", output="text", turns=turns, options={"max_tokens": 12})
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.audio_tokens == 13  # vectors of a second
+    assert answer.usage.prompt_tokens_details.text_tokens > 0
 
 
 def test_a_model_says_whether_it_performs(client):
     found = {model.id: model.to_dict() for model in client.models.list().data}
     assert found["bagpiper"]["performs"] and found["bagpiper"]["answers"]
     assert not found["opuslm"]["performs"] and "continuation" in found["opuslm"]["outputs"]
+
+
+def test_a_model_that_performs_gives_no_times(client):
+    found = {model.id: model.to_dict() for model in client.models.list().data}
+    assert found["bagpiper"]["timestamp_granularities"] == []
+    assert found["opuslm"]["timestamp_granularities"] == ["segment"]
+    asked = {"stream_format": "sse", "timestamp_granularities": ["segment"]}
+    with pytest.raises(openai.BadRequestError, match="gives no times"):
+        client.audio.speech.create(model="bagpiper", voice="default", input="A dog.", extra_body=asked)

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import zipfile
 
 import av
 import httpx
+import metrics
 import msgspec
 import pytest
 from fake_engine import CLONER, RATE_HZ
@@ -22,6 +24,7 @@ from uploads import recording
 
 from serving.books import process as books
 from serving.books.manuscript import BOOK, TEXTS
+from serving.http import ranges
 from serving.http.works import process
 from serving.http.works.store import Work
 from serving.http.works.works import clean_name
@@ -78,7 +81,7 @@ def get(server, id):
 
 
 def wait(server, id, state):
-    until(lambda: get(server, id)["state"] == state, 10)
+    until(lambda: get(server, id)["state"] == state)
     return get(server, id)
 
 
@@ -426,6 +429,94 @@ def test_what_is_not_there_yet_is_refused(server):
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/resume"), ("GET", "/book.m4b")):
         assert error(server.http.request(method, f"{WORKS}/..{path}"), 404)
         assert error(server.http.request(method, f"{WORKS}/no{path}"), 404)["code"] == "work_not_found"
+
+
+# Parts of files
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """Return a server and the path of a work's book on it."""
+    directory = tmp_path_factory.mktemp("spoken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_run", lambda *given: asyncio.to_thread(books.outcome_of, *given))
+        with started(directory, directory / "works") as server:
+            id = add(server, TWO, "b.md")
+            wait(server, id, "complete")
+            yield server, f"{WORKS}/{id}/book.m4b"
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        ("bytes=0-99", slice(0, 100)),
+        ("bytes=100-", slice(100, None)),
+        ("bytes=-100", slice(-100, None)),
+        ("bytes=0-0", slice(0, 1)),
+        ("bytes=500-999999999", slice(500, None)),
+        ("bytes=-999999999", slice(0, None)),
+    ],
+)
+def test_a_listener_seeks_in_a_book(spoken, asked, part, monkeypatch):
+    monkeypatch.setattr(ranges, "CHUNK_BYTES", 64)
+    server, path = spoken
+    whole = server.http.get(path)
+    assert whole.status_code == 200 and whole.headers["accept-ranges"] == "bytes"
+    answer = server.http.get(path, headers={"range": asked, "if-range": whole.headers["etag"]})
+    assert answer.status_code == 206 and answer.content == whole.content[part]
+    first, last, num_bytes = map(int, re.findall(r"\d+", answer.headers["content-range"]))
+    assert whole.content[first : last + 1] == answer.content and num_bytes == len(whole.content)
+    for name in ("etag", "content-type"):
+        assert answer.headers[name] == whole.headers[name]
+
+
+@pytest.mark.parametrize(
+    "asked", ["bytes=0-1,5-6", "bytes=9-3", "bytes=-", "lines=0-1", "bytes=a-b", f"bytes={10**30}-"]
+)
+def test_other_ranges_get_the_whole_file(spoken, asked):
+    server, path = spoken
+    whole = server.http.get(path).content
+    answer = server.http.get(path, headers={"range": asked})
+    assert answer.status_code == 200 and answer.content == whole
+
+
+def test_a_range_of_an_older_file_gets_the_whole_file(spoken):
+    server, path = spoken
+    for older in ('"another"', "Wed, 21 Oct 2015 07:28:00 GMT"):
+        answer = server.http.get(path, headers={"range": "bytes=0-9", "if-range": older})
+        assert answer.status_code == 200 and len(answer.content) > 100
+
+
+def test_a_range_behind_the_end_is_refused(spoken):
+    server, path = spoken
+    num_bytes = len(server.http.get(path).content)
+    for asked in (f"bytes={num_bytes}-", "bytes=-0"):
+        answer = server.http.get(path, headers={"range": asked})
+        assert error(answer, 416)["code"] == "range_not_satisfiable"
+        assert answer.headers["content-range"] == f"bytes */{num_bytes}"
+
+
+# Metrics
+
+
+def test_metrics_count_works_by_state(server, where):
+    def counted():
+        found = metrics.samples(server)
+        return {key[1]: int(value) for key, value in found.items() if key[0] == "zoo_works" and value}
+
+    assert counted() == {}
+    done = add(server, "frames 3")
+    wait(server, done, "complete")
+    failing = add(server, "fail 0")
+    wait(server, failing, "failed")
+    add(server, "hold 1")
+    until(lambda: counted() == {"complete": 1, "failed": 1, "speaking": 1})
+    add(server, "frames 1")
+    assert counted() == {"complete": 1, "failed": 1, "speaking": 1, "waiting": 1}
+    [num_bytes] = [value for key, value in metrics.samples(server).items() if key[0] == "zoo_works_bytes"]
+    assert num_bytes >= len(server.http.get(f"{WORKS}/{done}/book.m4b").content)
+    server.http.delete(f"{WORKS}/{failing}")
+    assert "failed" not in counted()
 
 
 def test_without_beautifulsoup_an_epub_is_refused_with_the_extra(server, monkeypatch):

@@ -132,6 +132,29 @@ def test_a_damaged_epub_is_refused_in_one_line(tmp_path, changed, says):
         read_book(epub(tmp_path / "b.epub", **changed))
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_bytes_that_cannot_be_unpacked_are_refused_in_one_line(tmp_path, method):
+    """Each decompressor has an error of its own."""
+    path = tmp_path / "b.epub"
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("META-INF/container.xml", CONTAINER * 50)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"container.xml") + len("container.xml")
+    data[at + 9 : at + 40] = b"\xff" * 31
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_book(path)
+
+
+def test_an_epub_of_a_later_zip_version_is_refused_in_one_line(tmp_path):
+    path = epub(tmp_path / "b.epub")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 6] = 127
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"cannot be read: zip file version 12\.7"):
+        read_book(path)
+
+
 def test_other_files_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.epub, \.md, \.markdown, \.txt"):
         read_book(tmp_path / "b.pdf")

@@ -192,6 +192,8 @@ def test_messages_end_with_eot_if_the_same_role_goes_on():
     assert ids[at + len(heard) : at + len(heard) + 3] == [3, 5, 7] and ids[-3:] == [2, 6, 7]
     assert len(script.keys) == len(ids) and script.num_heard == len(heard) == 13
     assert len(set(script.keys[at : at + 13])) == 13
+    usage = model().prompt(replace(asked, output="text")).usage
+    assert usage["input_tokens"] == script.num_words + 13 and usage["input_audio_tokens"] == 13
 
 
 def test_the_first_word_of_the_vocabulary_is_a_pad_in_a_prompt_and_a_word_in_an_answer():
