@@ -1,12 +1,12 @@
 """Run everything that needs a machine with a GPU in one call of at most ten minutes: figures and checks.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]] ...] [--parts KIND ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SPEC ...] [--parts KIND ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SLOTS are the server's; by default the largest of --streams. WEIGHTS is published or fp8; CODEC and KV_PART as the options.
-Without --models, every family runs at
-its smallest size. KIND is one of:
+values. SPEC is SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]]: the server's slots, by default the largest of --streams;
+published or fp8; and the options --codec and --kv-part for this model. Without --models, every family runs at its
+smallest size. KIND is one of:
 
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
               begin together, one stream for each slot that is followed by the next, and random arrivals at --rates
@@ -23,13 +23,12 @@ its smallest size. KIND is one of:
     checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
               and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
 
-Each part is a process, and all start at once, since most of their time is compiling: the figures' compilers go first.
-Only one part measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately.
-After --limit-s all parts are ended; one that was cut off keeps its findings, and its error says so. A later call with
-the same RESULT.json runs the parts that are not complete in it, and those named by --again: other options than before,
-such as --codec, need that, or another file. With the same --cache-dir,
-such a call finds what was compiled, even for parts that were cut off and after changes of the source (device_parts.py).
-The exit status is 1 if something failed.
+Each part is a process. --at-once of them run at a time, in the order above, since most of their time is compiling. Only
+one part measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately. After
+--limit-s all parts are ended; one that was cut off keeps its findings, and its error says so. A later call with the
+same RESULT.json runs the parts that are not complete in it, and those named by --again: other options than before, such
+as --codec, need that, or another file. With the same --cache-dir, such a call finds what was compiled, even for parts
+that were cut off and after changes of the source (device_parts.py). The exit status is 1 if something failed.
 
 It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, msgspec, structlog, soxr and sentencex, and no
 network; HTTP needs the packages of the server and aiohttp, without av. On a machine without a GPU, a check compares the
@@ -67,6 +66,7 @@ from benchmarks import (
     device_flashinfer,
     device_http,
     device_kernels,
+    device_launches,
     device_parts,
 )
 from benchmarks.device_kernels import DEVICE, Put
@@ -77,7 +77,6 @@ TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "It is a quarter to eight, and the train leaves now.",
 )
-REPLAYS, REPLAYS_MS = 20, 60  # limits for one graph
 SPEECH_GAP = 1e-4  # allowed difference of frames or samples in fp32
 SETTLE_S = 0.5  # for the other parts to stop, before one measures
 RAMP_S = 2.0  # streams start and settle before they count
@@ -208,12 +207,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most, kv_memory_bytes).total, "allocated": memory})
     with alone(put):
-        for graphs in (model.runner.lowered.step_graphs, model.runner.lowered.render_graphs):
-            for key, (graph, _) in graphs.recorded.items():
-                put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
-            if graphs.recorded:  # the first graph is the largest
-                key, (graph, _) = next(iter(graphs.recorded.items()))
-                put("longest in " + " ".join(map(str, key)), longest(graph))
+        device_launches.times(model.runner, put)
         if options.part in options.only_launches:
             return
         try:
@@ -255,34 +249,6 @@ def alone(put: Put) -> Iterator[None]:
             yield
         finally:
             put(ALONE, False)
-
-
-def replay_ms(graph: Any) -> float:
-    """Return the milliseconds of a replay by the device's clock, after one warm-up replay."""
-
-    def replays_ms(count: int) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        for _ in range(count):
-            graph.replay()
-        events[1].record()
-        torch.cuda.synchronize()
-        return events[0].elapsed_time(events[1]) / count
-
-    return round(replays_ms(max(2, min(REPLAYS, int(REPLAYS_MS / replays_ms(1))))), 3)
-
-
-def longest(graph: Any) -> dict[str, list[float]]:
-    """Return launches and total us of one replay, by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    graph.replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        graph.replay()
-        torch.cuda.synchronize()
-    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    return {kernel.key[:90]: [kernel.count, round(kernel.device_time_total)] for kernel in kernels[:25]}
 
 
 def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str, Any]:
@@ -392,7 +358,7 @@ def run_part(options: argparse.Namespace) -> None:
         "kernels": partial(device_kernels.kernels, alone=alone),
         "fp8": partial(device_kernels.fp8_products, alone=alone),
         "flashinfer": partial(device_flashinfer.compared, alone=alone),
-        "codec": partial(device_codec.formats, alone=alone, longest=longest, replay_ms=replay_ms),
+        "codec": partial(device_codec.formats, alone=alone),
         "checks": checks,
         "figures": partial(figures, options=options),
     }
@@ -413,7 +379,7 @@ def main() -> None:
     parser.add_argument(
         "--models",
         nargs="*",
-        metavar="FAMILY=SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]]",
+        metavar="FAMILY=SPEC",
         help="models of the part figures",
     )
     parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check (default: all)")
@@ -432,13 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--only-launches", nargs="+", default=[], metavar="PART", help="figures without listeners"
     )
-    parser.add_argument(
-        "--beside",
-        nargs="+",
-        default=[],
-        metavar="PART",
-        help="parts that go on while others measure, on half of the cores; they must take longest to compile",
-    )
+    parser.add_argument("--at-once", type=int, help="parts that run at once (default: one for two cores)")
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--attention", default="auto", help="of the part figures, as of zoo serve")
     parser.add_argument(
@@ -490,9 +450,9 @@ def main() -> None:
     open_parts = device_parts.to_run(parts, result, options.again)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["DEVICE_LOCK"] = str(Path(directory) / "lock")
-        device_parts.run_all(
-            [sys.executable, *sys.argv], open_parts, result, options.out, ends_s, options.beside
-        )
+        at_once = options.at_once or max(1, (os.cpu_count() or 2) // 2)
+        command = [sys.executable, *sys.argv]
+        device_parts.run_all(command, open_parts, result, options.out, ends_s, at_once)
     sys.exit(any("error" in result[part] for part in parts))
 
 

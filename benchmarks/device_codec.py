@@ -3,9 +3,8 @@
 Weights are random. A model's large files have holes instead of values, so that no gigabytes are written. Of each
 format:
 
-    render ROWS x FRAMES, ms   one recorded launch, as the server renders
-    snr_db                     the samples of two windows next to those in float32
-    longest                    the slowest kernels of the largest launch
+    snr_db    the samples of two windows next to those in float32
+    times of two recorded launches, as the server renders, and the slowest kernels (device_launches.py)
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks import device_launches
 from benchmarks.device_kernels import DEVICE, Alone, Put
 from zoo.checkpoint.synthetic import write_tensors
 
@@ -36,7 +36,7 @@ FORMS: dict[str, torch.dtype | None] = {
 
 
 @torch.inference_mode()
-def formats(name: str, size: str, put: Put, alone: Alone, longest: Any, replay_ms: Any) -> None:
+def formats(name: str, size: str, put: Put, alone: Alone) -> None:
     import zoo
     from zoo.checkpoint import synthetic
 
@@ -53,7 +53,7 @@ def formats(name: str, size: str, put: Put, alone: Alone, longest: Any, replay_m
             expected = samples if expected is None else expected
             found["snr_db"] = round(snr_db(samples, expected), 1)
             if form != "float32" and DEVICE == "cuda":
-                found |= times(family, form, put, alone, longest, replay_ms)
+                found |= times(family, put, alone)
             put(form, found)
             del family
             if DEVICE == "cuda":
@@ -125,7 +125,7 @@ def snr_db(samples: Tensor, expected: Tensor) -> float:
     return float(10 * torch.log10(expected.square().sum() / error)) if error else float("inf")
 
 
-def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_ms: Any) -> dict[str, Any]:
+def times(family: Any, put: Put, alone: Alone) -> dict[str, Any]:
     """Record the largest window of few streams and the smallest of many, and time them alone."""
     from serving.engine.device.arena import Arena
     from serving.engine.device.runner import Runner
@@ -141,9 +141,5 @@ def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_m
             warm_render(runner, frames, (window.lengths or (0,))[0])
     found: dict[str, Any] = {}
     with alone(put):
-        recorded = runner.lowered.render_graphs.recorded
-        for key, (graph, _) in recorded.items():
-            _, rows, frames, _ = cast(tuple[str, int, int, int], key)
-            found[f"render {rows} x {frames}, ms"] = replay_ms(graph)
-        found["longest"] = longest(next(iter(recorded.values()))[0])
+        device_launches.times(runner, lambda name, value: found.update({name: value}))
     return found

@@ -1,4 +1,4 @@
-"""How device.py runs its parts: a process for each, all at once, and one alone while it measures.
+"""How device.py runs its parts: a process for each, several at once, and one alone while it measures.
 
 A result file of an earlier call is continued: a part that is complete in it does not run again. `--cache-dir` is the
 one folder of everything that the parts compile:
@@ -24,8 +24,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,88 +88,98 @@ def run_all(
     result: dict[str, Any],
     out: Path,
     ends_s: float,
-    beside: Sequence[str] = (),
+    at_once: int,
 ) -> None:
-    """Run all parts at once, each with `command --part PART`, until they end or the clock says ends_s. Every
-    finding is written to the file immediately; those of an earlier call are replaced one by one. beside: parts
-    that are not stopped while others measure, since they have half of the cores to themselves."""
-    writing = threading.Lock()
-    processes: dict[str, subprocess.Popen[str]] = {}
+    """Run parts in their order, each with `command --part PART` and at most `at_once` of them at a time, until they
+    end or the clock says ends_s. Every finding is written to the file immediately; those of an earlier call are
+    replaced one by one."""
     for part in parts:
         earlier = {
             name: value for name, value in result.get(part, {}).items() if name not in ("error", "seconds")
         }
         result[part] = earlier | {"in_calls": [*earlier.get("in_calls", ()), len(result["calls"])]}
+    with guarded() as guard:
+        running = Running(command, result, out, guard)
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                wait([pool.submit(running.run, part) for part in parts], max(ends_s - time.monotonic(), 0))
+            finally:
+                running.end()
+    for part in parts:
+        if "seconds" not in result[part]:
+            result[part].setdefault("error", f"the part did not end by itself: {running.why_ended(part)}")
+    running.write()
 
-    def tell_others(part: str, signal_number: int) -> None:
-        for other, process in processes.items():
-            if other != part and other not in beside and process.poll() is None:
-                tell(process, signal_number)
 
-    def write() -> None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+class Running:
+    """The parts that run. One that measures is alone: the others are stopped, and none starts."""
 
-    def follow(part: str, process: subprocess.Popen[str]) -> None:
+    def __init__(self, command: Sequence[str], result: dict[str, Any], out: Path, guard: Any):
+        self.command, self.result, self.out, self.guard = command, result, out, guard
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.alone: str | None = None
+        self.is_over = False
+        self.cut_off: set[str] = set()
+        self.change = threading.Condition()  # guards all of it, and the file
+
+    def run(self, part: str) -> None:
+        with self.change:
+            self.change.wait_for(lambda: self.alone is None or self.is_over)
+            if self.is_over:
+                return
+            self.processes[part] = process = started(self.command, part)
+            print(process.pid, file=self.guard, flush=True)
         assert process.stdout is not None
-        is_alone = False
         for line in process.stdout:
             found = json.loads(line)
-            with writing:
+            with self.change:
                 if ALONE in found:
-                    is_alone = found[ALONE]
-                    tell_others(part, signal.SIGSTOP if is_alone else signal.SIGCONT)
-                    continue
-                result[part] |= found
-                write()
-        if is_alone:
-            tell_others(part, signal.SIGCONT)
+                    self.let_alone(part, found[ALONE])
+                else:
+                    self.result[part] |= found
+                    self.write()
+        process.wait()
+        with self.change:
+            self.let_alone(part, False)
+            tell(process, signal.SIGKILL)  # what an ended part left running
 
-    followers = []
-    is_late = False
-    with guarded() as guard:
-        try:
-            with writing:
-                for part in parts:
-                    processes[part] = started(command, part, cores(part in beside) if beside else None)
-                    print(processes[part].pid, file=guard, flush=True)
-            for part, process in processes.items():
-                followers.append(threading.Thread(target=follow, args=(part, process)))
-                followers[-1].start()
-            for process in processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(ends_s - time.monotonic(), 0))
-        finally:
-            for process in processes.values():
-                is_late |= process.poll() is None
-                tell(process, signal.SIGKILL)  # also what an ended part left running
-            for follower in followers:
-                follower.join()
-    for part, process in processes.items():
-        if "seconds" not in result[part]:
-            status = process.wait()
-            why = (
-                "it was cut off by --limit-s" if is_late and status == -signal.SIGKILL else f"status {status}"
-            )
-            result[part].setdefault("error", f"the part did not end by itself: {why}")
-    write()
+    def let_alone(self, part: str, is_alone: bool) -> None:
+        if not is_alone and self.alone != part:
+            return
+        self.alone = part if is_alone else None
+        for other, process in self.processes.items():
+            if other != part and process.poll() is None:
+                tell(process, signal.SIGSTOP if is_alone else signal.SIGCONT)
+        self.change.notify_all()
 
+    def end(self) -> None:
+        """Kill what still runs. No other part starts."""
+        with self.change:
+            self.is_over = True
+            for part, process in self.processes.items():
+                if process.poll() is None:
+                    self.cut_off.add(part)
+                tell(process, signal.SIGKILL)
+            self.change.notify_all()
 
-def cores(is_beside: bool) -> list[int]:
-    """Return the half of this process's cores that parts beside others have, or that the others have."""
-    known = sorted(os.sched_getaffinity(0))
-    half = len(known) // 2
-    return known[half:] if is_beside else known[: max(half, 1)]
+    def why_ended(self, part: str) -> str:
+        if part not in self.processes:
+            return "--limit-s came before its start"
+        return (
+            "it was cut off by --limit-s"
+            if part in self.cut_off
+            else f"status {self.processes[part].returncode}"
+        )
+
+    def write(self) -> None:
+        self.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
 
-def started(command: Sequence[str], part: str, on: Sequence[int] | None) -> subprocess.Popen[str]:
-    """Start a part in a process group of its own, on some cores alone if they are given."""
+def started(command: Sequence[str], part: str) -> subprocess.Popen[str]:
+    """Start a part in a process group of its own."""
     nice = ["nice", "-n", "0" if part.startswith(KINDS[0]) else str(NICE)]
     return subprocess.Popen(
-        [*nice, *command, "--part", part],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=None if on is None else partial(os.sched_setaffinity, 0, on),
+        [*nice, *command, "--part", part], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
 
 

@@ -38,7 +38,7 @@ else:
 
 def run(out: Path, parts: list[str], result: dict | None = None, limit_s: float = 20.0) -> dict:
     result = {"calls": [{}]} if result is None else result
-    device_parts.run_all([sys.executable, "-c", PART], parts, result, out, time.monotonic() + limit_s)
+    device_parts.run_all([sys.executable, "-c", PART], parts, result, out, time.monotonic() + limit_s, 8)
     assert json.loads(out.read_text()) == result
     return result
 
@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path, number):
         f"import sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks import device_parts\n"
         f"from pathlib import Path\n"
         f"device_parts.run_all([sys.executable, '-c', {PART!r}], ['hangs', 'alone hangs'], {{'calls': [0]}},\n"
-        f"    Path({str(out)!r}), time.monotonic() + 60)\n"
+        f"    Path({str(out)!r}), time.monotonic() + 60, 8)\n"
     )
     process = subprocess.Popen([sys.executable, script])
     pids: list[int] = []
@@ -124,3 +124,14 @@ def test_everything_compiled_lies_in_one_folder(tmp_path):
         *(".", "zoo", "inductor", "triton", "flashinfer")
     }
     assert device_parts.environment(None) == {}
+
+
+def test_parts_start_in_order_and_only_so_many_run_at_once(tmp_path):
+    out = tmp_path / "r.json"
+    result = {"calls": [{}]}
+    parts = ["hangs", "ends", "hangs too", "last"]
+    command = [sys.executable, "-c", PART]
+    device_parts.run_all(command, parts, result, out, time.monotonic() + 4, 2)
+    assert result["ends"]["seconds"] == 0.1
+    assert "cut off" in result["hangs"]["error"] and "cut off" in result["hangs too"]["error"]
+    assert result["last"]["error"] == "the part did not end by itself: --limit-s came before its start"

@@ -1,0 +1,78 @@
+"""The times of a runner's recorded launches, by the device's clock, and their slowest kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from benchmarks.device_kernels import Put
+from serving.engine.device import warmup
+from serving.engine.device.runner import Runner
+
+REPLAYS, REPLAYS_MS = 20, 60  # limits for one graph
+
+
+def times(runner: Runner, put: Put) -> None:
+    """Report the milliseconds of each launch, of empty slots with TIMED_POSITIONS positions each."""
+    for graphs in (runner.lowered.step_graphs, runner.lowered.render_graphs):
+        for key, (graph, _) in graphs.recorded.items():
+            stage(runner, key)
+            put(f"{name(key)}, ms", replay_ms(graph))
+        if graphs.recorded:  # the first graph is the largest
+            key, (graph, _) = next(iter(graphs.recorded.items()))
+            stage(runner, key)
+            put(f"longest in {name(key)}", longest(graph))
+
+
+def name(key: Hashable) -> str:
+    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+@torch.inference_mode()
+def stage(runner: Runner, key: Hashable) -> None:
+    """Write the inputs of empty slots to the places that a recorded launch reads. Launches of all sizes read the same
+    places, in which other numbers lie after a launch of another size."""
+    assert isinstance(key, tuple)
+    kind, *sizes = key
+    streams = runner.streams
+    with (streams.renders if kind == "render" else streams.lm).here():
+        if kind == "render":
+            warmup.nothing_of(runner, *sizes)
+        elif kind == "prefill":
+            warmup.prefill_of(runner, *sizes)
+        else:
+            most = runner.table.max_pages * runner.table.page_tokens
+            runner.kv_lens[runner.table.spares] = min(warmup.TIMED_POSITIONS, most)
+            next(known for known, _ in warmup.step_batches(runner, sizes[0]) if known == key)
+    if runner.is_recorded:
+        torch.cuda.synchronize(runner.device)
+
+
+def replay_ms(graph: Any) -> float:
+    """Return the milliseconds of a replay by the device's clock, after one warm-up replay."""
+
+    def replays_ms(count: int) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(count):
+            graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / count
+
+    return round(replays_ms(max(2, min(REPLAYS, int(REPLAYS_MS / replays_ms(1))))), 3)
+
+
+def longest(graph: Any) -> dict[str, list[float]]:
+    """Return launches and total us of one replay, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        graph.replay()
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    return {kernel.key[:90]: [kernel.count, round(kernel.device_time_total)] for kernel in kernels[:25]}
