@@ -33,7 +33,7 @@ _assumed = ContextVar[str | None]("assumed", default=None)
 def fastest(key: str, ways: Ways) -> str | None:
     """Return the name of the fastest way, or None if it was not measured. key: the computation and shape."""
     if (assumed := _assumed.get()) is not None:
-        return assumed
+        return assumed if assumed in ways else None
     if known(key) not in ways and is_measuring():
         _known[device_name(), key] = min(ways, key=lambda name: time_us(ways[name]))
     way = known(key)

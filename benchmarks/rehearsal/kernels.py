@@ -31,6 +31,7 @@ RESULTS = {"out", "log_sums", "grown"}  # arguments that our kernels write
 # FLOPs of kernels whose arithmetic may take longer than their bytes, from their arguments
 WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
+    "_convolve_rows": lambda given: 2 * given["rows"] * given["weight"].numel(),
     "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["capacity"] + given["num"]),
 }
 # Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one

@@ -19,6 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn import row_convolution
+
 
 class Stateful(nn.Module):
     """A layer that keeps the last `state_length` positions of its input, `channels` values each. Positions
@@ -311,6 +313,8 @@ def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int 
     elif is_short(x):
         reach = x.mT.unfold(1, (kernel - 1) * dilation + 1, 1)[..., ::dilation]  # [B, N, C, kernel]
         y = F.linear(rearrange(reach, "b n c k -> b n (k c)"), weight.mT.flatten(1)).mT
+    elif row_convolution.is_fit(x):
+        y = torch.ops.zoo.convolve_rows.default(x.mT.contiguous(), weight.mT, dilation).mT
     else:
         y = F.conv2d(x[:, :, None], weight[:, :, None], dilation=(1, dilation))[:, :, 0]
     return y if bias is None else (y + bias[:, None]).to(y.dtype)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from zoo.kernels import (  # noqa: E402
     triton_attention,
+    triton_conv,
     triton_frame_attention,
     triton_sampling,
     triton_stretch,
@@ -41,10 +43,10 @@ PUBLISHED = {
 }
 WIDTHS = [1026, 2048, 3072, 4097, 6564, sampling.MAX_GPU_WIDTH]  # of rows of logits
 SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "stretch", "swiglu"])
+@pytest.mark.parametrize("what", ["attention", "conv", "frame_attention", "sampling", "stretch", "swiglu"])
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -265,3 +267,33 @@ def test_gated_products_build_without_spills(shape, card, tmp_path):
         "BLOCK": triton_swiglu.GATED_BLOCK,
     }
     assert build(triton_swiglu._gate, values, CARDS[card], tmp_path)[1] == 0
+
+
+CONVOLVED = {  # channels of x, of the result, taps
+    "qwen3_tts and voxcpm2, first residual unit": (768, 768, 7),
+    "qwen3_tts, third and last one": (192, 192, 7),
+    "qwen3_tts and fish_s2, last one": (96, 96, 7),
+    "higgs_v3, last ones": (64, 64, 7),
+    "higgs_v3, last one": (32, 32, 7),
+    "qwen3_tts, first upsampling": (1536, 6144, 2),
+    "qwen3_tts, last upsampling": (192, 288, 2),
+    "no multiple of a tile": (40, 72, 3),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("shape", CONVOLVED.values(), ids=CONVOLVED)
+def test_convolutions_build_without_spills(shape, card, tmp_path):
+    properties = SimpleNamespace(multi_processor_count=132)
+    for rows, size in ((100, "usual"), (1 << 20, "usual"), (1 << 20, "large")):
+        if size == "large" and card != "H100":
+            continue
+        sizes = triton_conv.constants(rows, *shape, size, properties)
+        values = dict.fromkeys(("x", "weight", "out"), torch.float16)
+        values |= dict.fromkeys(("rows", "length", "dilation"), "i32") | sizes
+        registers, stack, shared = build(triton_conv._convolve_rows, values, CARDS[card], tmp_path)
+        kind = f"{shape}, {sizes['ROWS']} x {sizes['COLUMNS']} x {sizes['STEP']}"
+        print(f"{card} {kind}: {registers} registers, {stack} B stack, {shared} B shared")
+        assert stack == 0, f"{kind}: {stack} bytes per thread do not fit into registers"
+        assert shared <= SHARED_BYTES[card], f"{kind}: {shared} bytes of shared memory"
