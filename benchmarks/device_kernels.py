@@ -26,7 +26,7 @@ FP8 = {
     "qwen3_tts": ((2048, 4096), (2048, 2048), (2048, 12288), (6144, 2048)),
     "qwen3_tts's code predictor": ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)),
 }
-FP8_ROWS = (1, 16, 64, 128, 1408)  # the last: a solver of 64 streams
+FP8_ROWS = (1, 64, 1408)  # the last: a solver of 64 streams
 # allowed differences of a kernel from the plain operator, by dtype
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 FP8_GAP = 4e-2  # of a product: one step of bf16 is 1/32 at its largest values, 4 to 8
@@ -102,29 +102,27 @@ def fp8_products(put: Put, alone: Alone) -> None:
                 weight = random(columns, width, dtype=torch.bfloat16) * width**-0.5
                 for rows in FP8_ROWS:
                     name = f"{whose}, {rows} x {width} x {columns}"
-                    gaps, times = fp8_product(random(rows, width, dtype=torch.bfloat16), weight)
-                    put(f"{name}, gaps", gaps)
+                    largest, times = fp8_product(random(rows, width, dtype=torch.bfloat16), weight)
+                    put(name, largest)
                     taken[f"{name}, us"] = times
-                    wrong.extend([name] * (not gaps["fp8"] <= FP8_GAP))
+                    wrong.extend([name] * (not largest <= FP8_GAP))
             with alone(put):
                 for name, times in taken.items():
                     put(name, times())
     assert not wrong, f"products in fp8 that differ from the plain form: {', '.join(wrong)}"
 
 
-def fp8_product(x: Tensor, plain_weight: Tensor) -> tuple[dict[str, float], Callable[[], dict[str, float]]]:
-    """Return the largest gaps of a product to its plain form, with fp32 sums and with sums that stay in the tensor
-    cores, and a function that returns the us of both and of a bf16 product."""
+def fp8_product(x: Tensor, plain_weight: Tensor) -> tuple[float, Callable[[], dict[str, float]]]:
+    """Return the largest gap of a product to its plain form, and a function that returns the us of it and of a bf16
+    product."""
     from compile_cache import choices
     from zoo.nn import fp8
 
     weight, weight_scale = fp8.rounded(plain_weight)
     given = *fp8.rounded(x), weight, weight_scale.T.contiguous()
-    expected, scaled = fp8.plain(*given).double(), partial(fp8.scaled, *given)
-    ways = {"fp8": scaled, "fp8, fast sums": partial(scaled, has_fast_sums=True)}
-    gaps = {way: float((run().double() - expected).abs().max()) for way, run in ways.items()}
-    ways["bf16"] = partial(torch.nn.functional.linear, x, plain_weight)
-    return gaps, lambda: {way: round(choices.time_us(run), 1) for way, run in ways.items()}
+    ways = {"fp8": partial(fp8.scaled, *given), "bf16": partial(torch.nn.functional.linear, x, plain_weight)}
+    largest = float((ways["fp8"]().double() - fp8.plain(*given).double()).abs().max())
+    return largest, lambda: {way: round(choices.time_us(run), 1) for way, run in ways.items()}
 
 
 def gap(operator: Callable[..., Any], *arguments: Any) -> float:

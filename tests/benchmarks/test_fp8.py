@@ -25,7 +25,7 @@ def alone(put):
 def _found(monkeypatch) -> dict:
     """Return where the findings of small products go. No time is measured."""
     monkeypatch.setattr(fp8, "why_not", lambda device, dtype: None)
-    monkeypatch.setattr(fp8, "scaled", lambda *given, has_fast_sums=False: fp8.plain(*given))
+    monkeypatch.setattr(fp8, "scaled", fp8.plain)
     monkeypatch.setattr(choices, "time_us", lambda way: float(way() is not None))
     monkeypatch.setattr(device_kernels, "FP8", {"a model": SHAPE})
     return {}
@@ -34,16 +34,16 @@ def _found(monkeypatch) -> dict:
 def test_each_shape_has_gaps_and_times(found):
     device_kernels.fp8_products(found.__setitem__, alone)
     names = [f"a model, {rows} x 64 x 96" for rows in device_kernels.FP8_ROWS]
-    assert set(found) == {f"{name}, {what}" for name in names for what in ("gaps", "us")}
+    assert set(found) == {*names, *(f"{name}, us" for name in names)}
     for name in names:
-        assert found[f"{name}, gaps"] == {"fp8": 0, "fp8, fast sums": 0}
-        assert set(found[f"{name}, us"]) == {"fp8", "fp8, fast sums", "bf16"}
+        assert found[name] == 0 and set(found[f"{name}, us"]) == {"fp8", "bf16"}
 
 
 def test_a_gap_fails_the_part(found, monkeypatch):
-    monkeypatch.setattr(fp8, "scaled", lambda *given, has_fast_sums=False: 1.1 * fp8.plain(*given))
+    plain = fp8.plain
+    monkeypatch.setattr(fp8, "scaled", lambda *given: 1.1 * plain(*given))
     with pytest.raises(
-        AssertionError, match="differ from the plain form: a model, 1 x 64 x 96, a model, 16 x"
+        AssertionError, match="differ from the plain form: a model, 1 x 64 x 96, a model, 64 x"
     ):
         device_kernels.fp8_products(found.__setitem__, alone)
 
@@ -60,7 +60,11 @@ def test_a_machine_without_fp8_says_why():
 def test_equal_forms_agree_at_every_step():
     found = table.agreement(family("toy"), family("toy"), 4)
     assert found.steps == found.equal > 0 and found.noise == 0 < found.signal
-    assert found.cell(has_codes=True) == str(found.steps) and found.cell(has_codes=False) == "equal"
+    assert found.cell(has_codes=True) == f"{found.steps} (100%)" and found.cell(has_codes=False) == "equal"
+
+
+def test_codes_that_differ_are_counted():
+    assert table.Agreement(4, 1, codes=64, apart=16).cell(has_codes=True) == "1 (75%)"
 
 
 def test_latents_have_their_ratio_to_the_error():

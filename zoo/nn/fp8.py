@@ -143,16 +143,9 @@ def plain(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Ten
     return ((x.float() * scale) @ (weight.float() * weight_scale.T).T).bfloat16()
 
 
-def scaled(
-    x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, has_fast_sums: bool = False
-) -> Tensor:
-    """Multiply by cuBLAS, or by torch's kernel before CUDA 12.9 and on other GPUs than Hopper. has_fast_sums:
-    sums stay in the tensor cores, with fewer than 32 bits."""
+def scaled(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Multiply by cuBLAS, or by torch's own kernel before CUDA 12.9 and on other GPUs than Hopper. Sums have 32
+    bits."""
     return torch._scaled_mm(
-        x.contiguous(),
-        weight.T,
-        scale_a=scale,
-        scale_b=weight_scale,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=has_fast_sums,
+        x.contiguous(), weight.T, scale_a=scale, scale_b=weight_scale, out_dtype=torch.bfloat16
     )
