@@ -36,6 +36,7 @@ Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free o
 
 def kernels(put: Put, alone: Alone) -> None:
     """Report each kernel's largest gap to the plain operator. Raises AssertionError for a large one."""
+    from benchmarks.device_stretch import stretches
     from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
 
     wrong: list[str] = []
@@ -58,6 +59,7 @@ def kernels(put: Put, alone: Alone) -> None:
             attend, grow = torch.ops.zoo.frame_attention.default, torch.ops.zoo.grow_frame_attention.default
             compare(f"within a frame, {name}", dtype, attend, in_frame(*shape, dtype))
             compare(f"within a growing frame, {name}", dtype, grow, growing(*shape, dtype))
+    stretches(compare, put, alone)
     for width in (2048, 4097, 6564):
         put(f"draws of {width} that differ, of 256", draws_apart(width))
     seed = torch.arange(64, device=DEVICE) * 7919

@@ -22,7 +22,7 @@ from torch import Tensor
 from zoo.kernels.triton_attention import _seen
 
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
-KEPT_VALUES = 4096  # numbers that a program writes at once, of keys and of values each
+KEPT_VALUES = 2048  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
 
@@ -55,6 +55,7 @@ def _attend_stretch(
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Compute one tile. num: positions of a stretch. first: values of a chunk before layer 0. num_columns: of
     `pages`; per_chunk: of them, those of a chunk. capacity: positions of a past. token_stride: from one
@@ -91,6 +92,7 @@ def _attend_stretch(
         number = m // chunk * per_chunk + value // page_values
         page = tl.load(pages + b * num_columns + number, mask=is_held, other=0)  # int64, as offsets need
         offset = page * page_values + value % page_values + lane * (2 * HEADS * DIM) + head * DIM
+        offset = tl.multiple_of(offset, ALIGNED)
         old = arena + offset[:, None] + d[None, :]
         old_k = tl.load(old, mask=is_held[:, None] & is_value, other=0.0)
         old_v = tl.load(old + HEADS * DIM, mask=is_held[:, None] & is_value, other=0.0)
@@ -138,6 +140,7 @@ def _keep_stretch(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Write keys and values of all heads at ROWS positions of one row to the places in `index`."""
     n, d, row = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_WIDTH), tl.program_id(1)
@@ -150,7 +153,8 @@ def _keep_stretch(
     value += at % chunk * (LANES * 2 * WIDTH)
     column = at // chunk * per_chunk + value // page_values
     page = tl.load(pages + b * num_columns + column, mask=is_kept, other=0)
-    kept = arena + (page * page_values + value % page_values + lane * (2 * WIDTH))[:, None] + d[None, :]
+    offset = tl.multiple_of(page * page_values + value % page_values + lane * (2 * WIDTH), ALIGNED)
+    kept = arena + offset[:, None] + d[None, :]
     tl.store(kept, tl.load(k + place, mask=whole, other=0.0), mask=whole)
     tl.store(kept + WIDTH, tl.load(v + place, mask=whole, other=0.0), mask=whole)
 
@@ -166,6 +170,7 @@ def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str,
         "PADDED_DIM": padded_dim,
         "ROWS": 32 if is_wide else 64,
         "BLOCK": 16 if is_wide else 64 if padded_dim <= 64 else 32,
+        "ALIGNED": aligned(dim),
         "num_warps": 8 if is_wide and padded_dim > 64 else 4,
         "num_stages": 3,
     }
@@ -175,7 +180,15 @@ def keeping_constants(lanes: int, width: int) -> dict[str, int]:
     """Return the compile-time constants of `_keep_stretch`."""
     padded_width = triton.next_power_of_2(width)
     rows = max(1, KEPT_VALUES // padded_width)
-    return {"LANES": lanes, "WIDTH": width, "PADDED_WIDTH": padded_width, "ROWS": rows, "num_warps": 4}
+    sizes = {"LANES": lanes, "WIDTH": width, "PADDED_WIDTH": padded_width, "ROWS": rows}
+    return sizes | {"ALIGNED": aligned(width), "num_warps": 4}
+
+
+def aligned(width: int) -> int:
+    """Return a power of two that divides every offset of a row of `width` values in the pages, 16 at most. The
+    compiler does not see it: offsets come from numbers that change from launch to launch. Without it, each
+    value would be loaded alone, and loads would not be overlapped with products."""
+    return min(16, width & -width)
 
 
 def stretch_attention(
@@ -200,6 +213,7 @@ def stretch_attention(
     assert arena.is_contiguous() and page_values % (2 * lanes * width) == 0 and q.dtype == arena.dtype, (
         f"{q.dtype} of {width} over {arena.dtype} in pages of {page_values}, {arena.stride()}"
     )
+    assert first % aligned(width) == 0, f"a layer begins after {first} values of {width} in a row"
     # offsets within a chunk, and among the new keys, have 32 bits
     stride, per_chunk = _token_stride(q, k, v), (pages.shape[1] - 1) // (capacity // chunk)
     assert max(rows * num * stride, per_chunk * page_values) < 1 << 31, f"{rows} rows of {num}"

@@ -57,10 +57,9 @@ def test_the_interpreter_agrees(what):
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
 
 
-def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[int, int, int]:
-    """Build a kernel -> registers per thread, bytes of stack per thread, and bytes of shared memory. values:
-    for each argument a dtype (it is a pointer to it), the name of a type, or the number that it is compiled
-    for; also options."""
+def compiled(kernel, values: dict[str, object], cc: int):
+    """Compile a kernel. values: for each argument a dtype (it is a pointer to it), the name of a type, or the
+    number that it is compiled for; also options."""
     options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
     kinds = {name: POINTERS.get(value, value) for name, value in values.items()}
     signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in kinds.items()}
@@ -71,7 +70,12 @@ def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[i
         constexprs={name: kind for name, kind in kinds.items() if not isinstance(kind, str)},
         attrs=aligned,
     )
-    made = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+
+
+def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[int, int, int]:
+    """Build a kernel -> registers per thread, bytes of stack per thread, and bytes of shared memory."""
+    made = compiled(kernel, values, cc)
     file = tmp_path / "kernel.cubin"
     file.write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -240,6 +244,26 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
     values |= dict.fromkeys(("pages", "layers", "index"), torch.int64) | lengths
     sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
     assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+def test_the_past_of_a_stretch_is_moved_in_words_of_16_bytes(card):
+    lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
+    numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept"), torch.int64)
+    values = dict.fromkeys(("q", "k", "v", "arena", "out"), torch.bfloat16) | numbers | lengths
+    sizes = triton_stretch.constants(2, 8, 64, torch.bfloat16)
+    tile, threads = sizes["BLOCK"] * sizes["DIM"] * 2, 32 * sizes["num_warps"]  # bytes of keys or of values
+    values |= {"scale": "fp32"} | sizes
+    loads = compiled(triton_stretch._attend_stretch, values, CARDS[card]).asm["ptx"]
+    # keys and values of two stages of the loop over the past, in the background: cp.async takes 16 bytes a thread
+    assert loads.count("cp.async.cg.shared.global") >= 2 * 2 * tile // (16 * threads)
+    values = dict.fromkeys(("k", "v", "arena"), torch.bfloat16)
+    values |= dict.fromkeys(("pages", "layers", "index"), torch.int64) | lengths
+    stores = compiled(
+        triton_stretch._keep_stretch, values | triton_stretch.keeping_constants(2, 512), CARDS[card]
+    )
+    assert "st.global.b16" not in stores.asm["ptx"]
 
 
 SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # per program
