@@ -6,12 +6,16 @@ format:
     render ROWS x FRAMES, ms   one recorded launch, as the server renders
     snr_db                     the samples of two windows next to those in float32
     longest                    the slowest kernels of the largest launch
+    convolutions               of the renders in 16 bits: us of each way, and the largest difference from cuDNN's
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -20,7 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_kernels import DEVICE, Alone, Put
+from compile_cache import choices
 from zoo.checkpoint.synthetic import write_tensors
+from zoo.nn import row_convolution
 
 SMALL_BYTES = 1 << 30  # of a file that is written with values
 ROWS = (12, 64)  # at most, of the largest window and of the smallest
@@ -33,6 +39,7 @@ FORMS: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+Convolution = tuple[torch.dtype, torch.Size, torch.Size, int]  # x and weight of the operator, dilation
 
 
 @torch.inference_mode()
@@ -126,7 +133,8 @@ def snr_db(samples: Tensor, expected: Tensor) -> float:
 
 
 def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_ms: Any) -> dict[str, Any]:
-    """Record the largest window of few streams and the smallest of many, and time them alone."""
+    """Record the largest window of few streams and the smallest of many, and time them alone. The ways of a
+    convolution are chosen while others use the device, and timed again alone."""
     from serving.engine.device.arena import Arena
     from serving.engine.device.runner import Runner
     from serving.engine.device.warmup import warm_render
@@ -135,7 +143,12 @@ def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_m
     runner = Runner(family, max(ROWS), Arena([family], usual_kv_bytes(family, 1)), codec="float32")
     runner.codec = "tf32"  # of all that is not in rows
     window = family.spec.window
-    with runner.streams.renders.here():
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        choices.kept_in(Path(directory)),
+        convolved() as seen,
+        runner.streams.renders.here(),
+    ):
         for rows, frames in zip(ROWS, (window.sizes[-1], window.sizes[0]), strict=True):
             runner.sizes.render_batches = (min(rows, runner.sizes.rows_of_launch(frames)),)
             warm_render(runner, frames, (window.lengths or (0,))[0])
@@ -146,4 +159,39 @@ def times(family: Any, form: str, put: Put, alone: Alone, longest: Any, replay_m
             _, rows, frames, _ = cast(tuple[str, int, int, int], key)
             found[f"render {rows} x {frames}, ms"] = replay_ms(graph)
         found["longest"] = longest(next(iter(recorded.values()))[0])
+        found["convolutions"] = ways_of(seen)
+    return found
+
+
+@contextmanager
+def convolved() -> Iterator[set[Convolution]]:
+    """Yield the convolutions over rows that a GPU computes in this context."""
+    seen, computed = set[Convolution](), row_convolution.computed
+
+    def noted(way: str, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        seen.add((x.dtype, x.shape, weight.shape, dilation))
+        return computed(way, x, weight, dilation)
+
+    with mock.patch.object(row_convolution, "computed", noted):
+        yield seen
+
+
+def ways_of(seen: set[Convolution]) -> dict[str, dict[str, float]]:
+    """Return the us of each way of each convolution, with cold caches, and its largest difference from cuDNN's
+    result."""
+    found = {}
+    noise = torch.Generator(DEVICE).manual_seed(0)
+    for dtype, *shapes, dilation in sorted(seen, key=str):
+        x, weight = (torch.randn(one, device=DEVICE, generator=noise).to(dtype) for one in shapes)
+        weight *= weight[0].numel() ** -0.5
+        ways = {
+            way: partial(row_convolution.computed, way, x, weight, dilation)
+            for way in row_convolution.ways(x.device)
+        }
+        expected = row_convolution.plain(x, weight, dilation)
+        took = {f"{way}, us": round(choices.time_us(one), 1) for way, one in ways.items()}
+        gaps = {f"{way}, gap": float((one() - expected).abs().max()) for way, one in ways.items()}
+        del gaps[f"{row_convolution.CUDNN}, gap"]
+        name = f"{' x '.join(map(str, x.shape))} to {len(weight)}, {weight.shape[1]} taps {dilation} apart"
+        found[name] = took | gaps
     return found

@@ -76,7 +76,9 @@ def _convolve_rows(
     tl.store(out + row.to(tl.int64) * OUT_CHANNELS + column, y.to(out.dtype.element_ty), mask=is_result)
 
 
-def constants(rows: int, channels: int, out_channels: int, kernel: int, size: str, card: Any) -> dict[str, Any]:
+def constants(
+    rows: int, channels: int, out_channels: int, kernel: int, size: str, card: Any
+) -> dict[str, Any]:
     """Return the compile-time constants of `_convolve_rows`. size: one of `sizes`. card: the device's properties."""
     # the columns with the fewest beyond the last channel
     columns = min((128, 64), key=lambda n: triton.cdiv(out_channels, n) * n) if out_channels > 32 else 32
