@@ -1,26 +1,37 @@
 """The part `codec=FAMILY=SIZE` of device.py: one family's codec in each format of `zoo serve --codec`.
 
+    python benchmarks/device_codec.py FAMILY=SIZE      alone; on a CPU the errors only
+
 Weights are random. A model's large files have holes instead of values, so that no gigabytes are written. Of each
 format:
 
-    snr_db    the samples of two windows next to those in float32
-    times of two recorded launches, as the server renders, and the slowest kernels (device_launches.py)
+    snr_db        the samples of two windows next to those in float32
+    times         of two recorded launches, as the server renders, and the slowest kernels (device_launches.py)
+    convolutions  of the renders in 16 bits: us of each way, and the largest difference from cuDNN's
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor
 
 from benchmarks import device_launches
 from benchmarks.device_kernels import DEVICE, Alone, Put
+from compile_cache import choices
 from zoo.checkpoint.synthetic import write_tensors
+from zoo.nn import row_convolution
 
 SMALL_BYTES = 1 << 30  # of a file that is written with values
 ROWS = (12, 64)  # at most, of the largest window and of the smallest
@@ -33,6 +44,7 @@ FORMS: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+Convolution = tuple[torch.dtype, torch.Size, torch.Size, int]  # x and weight of the operator, dilation
 
 
 @torch.inference_mode()
@@ -126,7 +138,8 @@ def snr_db(samples: Tensor, expected: Tensor) -> float:
 
 
 def times(family: Any, put: Put, alone: Alone) -> dict[str, Any]:
-    """Record the largest window of few streams and the smallest of many, and time them alone."""
+    """Record the largest window of few streams and the smallest of many, and time them alone. The ways of a
+    convolution are chosen while others use the device, and timed again alone."""
     from serving.engine.device.arena import Arena
     from serving.engine.device.runner import Runner
     from serving.engine.device.warmup import warm_render
@@ -135,11 +148,60 @@ def times(family: Any, put: Put, alone: Alone) -> dict[str, Any]:
     runner = Runner(family, max(ROWS), Arena([family], usual_kv_bytes(family, 1)), codec="float32")
     runner.codec = "tf32"  # of all that is not in rows
     window = family.spec.window
-    with runner.streams.renders.here():
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        choices.kept_in(Path(directory)),
+        convolved() as seen,
+        runner.streams.renders.here(),
+    ):
         for rows, frames in zip(ROWS, (window.sizes[-1], window.sizes[0]), strict=True):
             runner.sizes.render_batches = (min(rows, runner.sizes.rows_of_launch(frames)),)
             warm_render(runner, frames, (window.lengths or (0,))[0])
     found: dict[str, Any] = {}
     with alone(put):
         device_launches.times(runner, lambda name, value: found.update({name: value}))
+        found["convolutions"] = ways_of(seen)
     return found
+
+
+@contextmanager
+def convolved() -> Iterator[set[Convolution]]:
+    """Yield the convolutions over rows that a GPU computes in this context."""
+    seen, computed = set[Convolution](), row_convolution.computed
+
+    def noted(way: str, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        seen.add((x.dtype, x.shape, weight.shape, dilation))
+        return computed(way, x, weight, dilation)
+
+    with mock.patch.object(row_convolution, "computed", noted):
+        yield seen
+
+
+def ways_of(seen: set[Convolution]) -> dict[str, dict[str, float]]:
+    """Return the us of each way of each convolution, with cold caches, and its largest difference from cuDNN's
+    result."""
+    found = {}
+    noise = torch.Generator(DEVICE).manual_seed(0)
+    for dtype, *shapes, dilation in sorted(seen, key=str):
+        x, weight = (torch.randn(one, device=DEVICE, generator=noise).to(dtype) for one in shapes)
+        weight *= weight[0].numel() ** -0.5
+        ways = {
+            way: partial(row_convolution.computed, way, x, weight, dilation)
+            for way in row_convolution.ways(x.device)
+        }
+        expected = row_convolution.plain(x, weight, dilation)
+        took = {f"{way}, us": round(choices.time_us(one), 1) for way, one in ways.items()}
+        gaps = {f"{way}, gap": float((one() - expected).abs().max()) for way, one in ways.items()}
+        del gaps[f"{row_convolution.CUDNN}, gap"]
+        name = f"{' x '.join(map(str, x.shape))} to {len(weight)}, {weight.shape[1]} taps {dilation} apart"
+        found[name] = took | gaps
+    return found
+
+
+def main() -> None:
+    [model] = sys.argv[1:]
+    formats(*model.split("="), lambda form, found: print(form, found, flush=True), lambda _: nullcontext())
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,16 @@ SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
 # columns of gate and of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and
 # higgs_v3, of cosyvoice2; qwen3_tts's code predictor
 GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
+# rows, positions, channels, outputs, taps and dilation: residual units of Qwen3-TTS, VoxCPM2, Fish S2 and Higgs V3,
+# an upsampling, and tiles that are not filled
+CONVOLVED = (
+    (12, 3000, 768, 768, 7, 1),
+    (2, 48000, 96, 96, 7, 9),
+    (8, 5000, 64, 64, 7, 3),
+    (3, 9000, 32, 32, 7, 9),
+    (12, 4000, 192, 288, 2, 1),
+    (5, 101, 72, 40, 3, 3),
+)
 # inputs and outputs of the products of VoxCPM2's language model and solver, Higgs, Fish S2, Qwen3-TTS 1.7B and its
 # code predictor, each as qkv, out, gate_up and down
 FP8 = {
@@ -28,7 +38,7 @@ FP8 = {
 }
 FP8_ROWS = (1, 64, 1408)  # the last: a solver of 64 streams
 # allowed differences of a kernel from the plain operator, by dtype
-KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 FP8_GAP = 4e-2  # of a product: one step of bf16 is 1/32 at its largest values, 4 to 8
 Put = Callable[[str, Any], None]
 Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free of other parts
@@ -37,7 +47,7 @@ Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free o
 def kernels(put: Put, alone: Alone) -> None:
     """Report each kernel's largest gap to the plain operator. Raises AssertionError for a large one."""
     from benchmarks.device_stretch import stretches
-    from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
+    from zoo.nn import attention, frame_attention, row_convolution, sampling, swiglu  # noqa: F401, the operators
 
     wrong: list[str] = []
 
@@ -48,7 +58,7 @@ def kernels(put: Put, alone: Alone) -> None:
         put(name, found)
         wrong.extend([name] * (found > KERNEL_GAPS[dtype]))
 
-    for dtype in KERNEL_GAPS:
+    for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             name = f"{shape[0]}/{shape[1]} x {shape[2]} {str(dtype).removeprefix('torch.')}"
             for is_step in (True, False):
@@ -64,9 +74,29 @@ def kernels(put: Put, alone: Alone) -> None:
         put(f"draws of {width} that differ, of 256", draws_apart(width))
     seed = torch.arange(64, device=DEVICE) * 7919
     compare("noise", torch.float32, torch.ops.zoo.uniform.default, (seed, seed + 1, 3, 15, 2048))
+    for shape in CONVOLVED:
+        convolved(shape, compare)
     for rows, (inner, width) in product(GATED_ROWS, GATED):
         gated(f"gated product, {rows} x {inner} x {width}", rows, inner, width, compare, put, alone)
     assert not wrong, f"kernels that differ from the plain operators: {', '.join(wrong)}"
+
+
+def convolved(shape: tuple[int, ...], compare: Callable[..., None]) -> None:
+    """Compare each way to convolve over rows with the plain operator."""
+    from compile_cache import choices
+    from zoo.nn.row_convolution import ways
+
+    rows, length, channels, outputs, taps, dilation = shape
+    for dtype in (torch.bfloat16, torch.float16):
+        x = random(rows, length, channels, dtype=dtype)
+        weight = random(outputs, taps, channels, dtype=dtype) * ((taps * channels) ** -0.5 / 4)
+        for way in ways(x.device):
+            kind = str(dtype).removeprefix("torch.")
+            with choices.assumed(way):
+                given = x, weight, dilation
+                compare(
+                    f"convolution of {shape} {kind}, {way}", dtype, torch.ops.zoo.convolve_rows.default, given
+                )
 
 
 def gated(
