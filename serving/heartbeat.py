@@ -11,12 +11,13 @@ PERIOD_S = 1.0
 
 
 async def beat(fd: int) -> None:
-    """Write to the pipe's end `fd` every PERIOD_S, until cancelled."""
+    """Write to the pipe's end `fd` every PERIOD_S, until cancelled or until the supervisor has ended."""
     os.set_blocking(fd, False)
-    while True:
-        with suppress(BlockingIOError):  # the supervisor has not read for a day
-            os.write(fd, b".")
-        await asyncio.sleep(PERIOD_S)
+    with suppress(BrokenPipeError):  # nobody listens any more, and this process is about to end
+        while True:
+            with suppress(BlockingIOError):  # the supervisor has not read for a day
+                os.write(fd, b".")
+            await asyncio.sleep(PERIOD_S)
 
 
 def listen(fd: int, heard: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from serving.http.schemas import FIELDS
 from tests.attack.target import Target
 
 CHECKS = [
@@ -21,6 +22,7 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 WEIGHTS = {"POST": 6}  # tries of a method, otherwise 1: bodies can be wrong in more ways
+SPEECH, SPEECH_WEIGHT = "/v1/audio/speech", 12
 FOREIGN = (
     "ref_audio",
     "ref_text",
@@ -30,6 +32,7 @@ FOREIGN = (
     "instructions",
     "x_vector_only_mode",
     "normalize",
+    "timestamp_granularities",
 )
 MAX_FRAMES = 4  # for requests without max_new_tokens
 
@@ -39,12 +42,16 @@ def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
     page = schemathesis.openapi.from_url(target.url + "/schema/openapi.json")
     operations = [one.ok() for one in page.get_all_operations()]
     tries = [(one, mode) for one in operations for mode in GenerationMode if has_wrongs(one, mode)]
-    weights = [WEIGHTS.get(one.method.upper(), 1) for one, _ in tries]
+    weights = [weight_of(one) for one, _ in tries]
     counts: Counter[str] = Counter()
     for number, (operation, mode) in enumerate(tries):
         num = max(1, -(-examples * weights[number] // sum(weights)))
         try_operation(operation, mode, num, start + number, counts)
     return counts
+
+
+def weight_of(operation: Any) -> int:
+    return SPEECH_WEIGHT if operation.path == SPEECH else WEIGHTS.get(operation.method.upper(), 1)
 
 
 def has_wrongs(operation: Any, mode: GenerationMode) -> bool:
@@ -53,12 +60,14 @@ def has_wrongs(operation: Any, mode: GenerationMode) -> bool:
 
 
 def mend(body: dict[str, Any]) -> None:
-    """Make a valid speech request one that the engine serves.
+    """Make a valid speech request one that the engine probably serves.
 
     A generated request names a random model and voice, so it would rarely reach the engine. This names served
-    ones and removes the fields of other models."""
-    for name in FOREIGN:
+    ones, and removes unknown fields and those of other models."""
+    for name in (*FOREIGN, *set(body) - set(FIELDS[SPEECH])):
         body.pop(name, None)
+    if body.get("stream_format") == "sse":
+        body["stream"] = True
     body |= {"model": "tiny", "voice": "vivian", "input": body["input"][:100].strip() or "Hello."}
     body["max_new_tokens"] = min(body["max_new_tokens"] or MAX_FRAMES, 50)
 

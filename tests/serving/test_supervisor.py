@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from fake_engine import CLONER, MODEL, frame
 
-from serving import supervisor
+from serving import heartbeat, supervisor
 from serving.settings import HTTPArguments, Security, Settings
 
 pytestmark = pytest.mark.slow
@@ -368,3 +368,13 @@ def test_the_example_command_fits_the_model():
     assert "-F name=me" in lines[2][0] and '"voice": "me"' in lines[2][1]
     assert not any('"model"' in line for pair in lines for line in pair)
     assert '"model": "fake", ' in supervisor.try_it("http://here", [MODEL, CLONER])
+
+
+def test_a_heart_stops_when_the_supervisor_has_ended():
+    """Otherwise its error would end the orderly stop of the HTTP process."""
+    heard_fd, beating_fd = os.pipe()
+    os.close(heard_fd)
+    try:
+        asyncio.run(heartbeat.beat(beating_fd))
+    finally:
+        os.close(beating_fd)
