@@ -147,6 +147,8 @@ class Running:
         if not is_alone and self.alone != part:
             return
         self.alone = part if is_alone else None
+        if is_alone:
+            tell(self.processes[part], signal.SIGCONT)  # one before it may have stopped it meanwhile
         for other, process in self.processes.items():
             if other != part and process.poll() is None:
                 tell(process, signal.SIGSTOP if is_alone else signal.SIGCONT)

@@ -42,8 +42,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
     compiled and its place cannot be written, or the C++ compiler is missing.
 
-    weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels, "fp8" a
-    GPU that multiplies it.
+    weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels,
+    "fp8" a GPU that multiplies it.
     """
     check_weights(families, compile, weights)
     device = families[0].device.type
