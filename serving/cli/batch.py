@@ -48,7 +48,8 @@ class EngineFlags:
         Option(
             min=1,
             max=1024,
-            help="The model speaks at most this many lines at once. Default: what fits, up to 64.",
+            help="The model speaks at most this many lines at once. Default: what fits, up to 256 on a GPU and "
+            "64 on a CPU.",
             rich_help_panel=MODEL,
         ),
     ] = None

@@ -132,8 +132,8 @@ MaxSlots = Annotated[
     Option(
         min=1,
         max=1024,
-        help="Each model runs at most this many requests at once. Default: what fits, up to 64, on a GPU or "
-        "with --policy throughput; otherwise 8.",
+        help="Each model runs at most this many requests at once. Default: what fits, up to 256 on a GPU and up "
+        "to 64 with --policy throughput on a CPU; otherwise 8.",
         rich_help_panel=MEMORY,
     ),
 ]
