@@ -159,7 +159,9 @@ def check(data: SpeechRequest, model: Model, server: Server, is_session: bool = 
         message = "timestamps need stream_format sse; set it, or leave timestamp_granularities out"
         raise refusal(400, message, "timestamp_granularities")
     if data.timestamp_granularities and model.answers:
-        message = f"model {model.id!r} gives no times, since it does not speak the text itself; leave them out"
+        message = (
+            f"model {model.id!r} gives no times, since it does not speak the text itself; leave them out"
+        )
         raise refusal(400, message, "timestamp_granularities")
     check_words(data, server)
     if data.bit_rate is not None and not encode.FORMATS[data.response_format].has_bit_rate:
