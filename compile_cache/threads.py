@@ -14,7 +14,7 @@ from torch import nn
 from compile_cache import limits
 
 SMALL_BYTES = 64 << 20
-GIVES_WAY = 5  # steps of niceness: a third of the time of a core that another thread wants too
+NICENESS = 19  # of a thread in the background: a core that another thread wants too is that one's
 
 
 def set_num_threads(model: nn.Module) -> int:
@@ -53,7 +53,7 @@ def work_in_background() -> None:
     use_one_thread()
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + GIVES_WAY))
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 
 
 def use_one_thread() -> None:

@@ -43,7 +43,8 @@ def configure(process: str) -> None:
         last = [structlog.dev.ConsoleRenderer(colors=has_colors(), exception_formatter=plain)]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    structlog.configure(processors=[*shared, *last], logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # Each line is one write with its end: processes share stderr, and their lines must not mix.
+    structlog.configure(processors=[*shared, *last], logger_factory=structlog.WriteLoggerFactory(sys.stderr))
     handler = logging.StreamHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

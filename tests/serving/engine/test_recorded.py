@@ -246,5 +246,5 @@ def test_renders_alone_are_recorded_in_the_codec_s_precision(codec, is_tf32):
 def test_an_unknown_codec_precision_is_refused():
     with pytest.raises(ValueError, match="codec 'int4' is no precision; possible: float32, tf32"):
         Engine(TOYS["toy"](), codec="int4")
-    with pytest.raises(ValueError, match="tf32 is arithmetic of a GPU, and the model is on cpu"):
+    with pytest.raises(ValueError, match="codec tf32 is for GPUs, and the model is on cpu"):
         Engine(TOYS["toy"](), codec="tf32")

@@ -209,7 +209,7 @@ def test_the_run_names_what_its_products_read():
     with choices.assumed("bf16"):
         pack(module, 0, is_int8=True)
     assert products(module) == {"int8, 64 a scale": 1, "bf16": 1, "float32, packed by oneDNN": 1}
-    gpus = nn.ModuleDict({"out": nn.Linear(64, 64, dtype=torch.bfloat16), "head": nn.Linear(64, 64)})
+    gpus = nn.ModuleDict({"up": nn.Linear(64, 64, dtype=torch.bfloat16), "head": nn.Linear(64, 64)})
     fp8.round_weights(gpus, 0)
     assert products(gpus) == {"fp8, a scale a row": 1, "float32": 1}
     assert instructions(torch.device("cpu")).startswith(torch.backends.cpu.get_cpu_capability())
