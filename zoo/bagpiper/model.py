@@ -65,7 +65,7 @@ class Backbone(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embed rows of ids [..., 8] as the sum of their vectors, [..., D]. Pads count in the first stream only."""
-        is_read = (ids != PAD).index_fill(-1, torch.zeros(1, dtype=torch.int64, device=ids.device), True)
+        is_read = (ids != PAD) | (torch.arange(STREAMS, device=ids.device) == 0)
         return self.ids(ids).mul(is_read[..., None]).sum(-2)
 
     def scores(self, h: Tensor, weight: Tensor) -> Tensor:
