@@ -3,6 +3,7 @@ random models."""
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -418,6 +419,8 @@ def everything(name: str) -> Strategy:
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     """Check that one graph per verb and window shape, or per part of a verb and length, serves every batch. A
     verb's graph is built for two rows of the spare slot."""
+    for package in family(name).encoder_packages:  # importing them later would invalidate a graph
+        importlib.import_module(package)
     monkeypatch.setattr(family(name), "strategy", strategy)
     window = family(name).spec.window
     if name not in TOYS:  # one size with its lengths is as good as all of them and takes a third of the time
