@@ -12,6 +12,7 @@ format:
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import tempfile
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
+import zoo
 from benchmarks import device_launches
 from benchmarks.device_kernels import DEVICE, Alone, Put
 from compile_cache import choices
@@ -49,7 +51,6 @@ Convolution = tuple[torch.dtype, torch.Size, torch.Size, int]  # x and weight of
 
 @torch.inference_mode()
 def formats(name: str, size: str, put: Put, alone: Alone) -> None:
-    import zoo
     from zoo.checkpoint import synthetic
 
     with tempfile.TemporaryDirectory() as directory:
@@ -82,7 +83,6 @@ def write_small(path: Path, shapes: Any, fill: Any, dtype: torch.dtype) -> None:
 
 def load(path: Path) -> Any:
     """Load a model and fill its codec's weights at random, except those that the checkpoint has values for."""
-    import zoo
 
     family = zoo.load(path, device=DEVICE, dtype="bfloat16")
     noise = torch.Generator(DEVICE).manual_seed(0)
@@ -199,8 +199,14 @@ def ways_of(seen: set[Convolution]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    [model] = sys.argv[1:]
-    formats(*model.split("="), lambda form, found: print(form, found, flush=True), lambda _: nullcontext())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="FAMILY=SIZE")
+    name, _, size = parser.parse_args().model.partition("=")
+    if name not in zoo.families() or not size:
+        parser.error(f"FAMILY=SIZE is needed, with one of: {', '.join(zoo.families())}")
+    formats(name, size, lambda form, found: print(form, found, flush=True), lambda _: nullcontext())
 
 
 if __name__ == "__main__":

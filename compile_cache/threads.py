@@ -48,10 +48,11 @@ def work_in_background() -> None:
     """Make the calling thread compute alone and give way to the process's other threads.
 
     A step's threads wait for each other at every product. If an encoder takes the core of one of them, all of
-    them wait (benchmarks/LOG.md). Only Linux knows priorities of threads.
+    them wait (benchmarks/LOG.md). A GPU's steps have no such threads, and the one that launches them may wait
+    for this one, so it keeps its priority there. Only Linux knows priorities of threads.
     """
     use_one_thread()
-    if sys.platform == "linux":
+    if sys.platform == "linux" and not torch.cuda.is_available():
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 

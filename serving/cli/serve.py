@@ -11,8 +11,9 @@ from typer import Argument
 
 from serving.cli.common import app, named_directories, num_bytes, repository_names
 from serving.cli.flags import with_groups
+from serving.cli.limit_flags import Limits
 from serving.cli.on_demand_flags import OnDemand
-from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Replicas, Security
+from serving.cli.serve_flags import Latency, Listening, Logs, Memory, Model, Replicas, Security
 from serving.cli.works_flags import Works
 from serving.settings import URL_SECRET
 from zoo import SMALL_VOICE

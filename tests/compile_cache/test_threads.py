@@ -70,10 +70,15 @@ def test_the_host_of_a_gpu_computes_with_one_thread(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_a_thread_in_the_background_gives_way_to_the_others():
+def test_a_thread_in_the_background_gives_way_to_the_others_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     with ThreadPoolExecutor(1, initializer=threads.work_in_background) as pool:
         assert pool.submit(niceness).result() == threads.NICENESS
         assert pool.submit(torch.get_num_threads).result() == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with ThreadPoolExecutor(1, initializer=threads.work_in_background) as pool:
+        assert pool.submit(niceness).result() == niceness()

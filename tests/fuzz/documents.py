@@ -10,12 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from serving.books.process import outcome_of
 from tests.attack.target import Target
 from tests.fuzz.recordings import WAYS
+from tests.fuzz.trials import trials
 
 WORKS = "/v1/audio/works"
 POSSIBLE = (200, 400, 413)
@@ -76,13 +77,7 @@ def read_all(examples: int, start: int) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     @seed(start)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    @trials(examples)
     @given(document=damaged())
     def tried(document: tuple[str, bytes]) -> None:
         name, data = document
@@ -103,7 +98,7 @@ def example(start: int) -> tuple[str, bytes]:
     found: list[tuple[str, bytes]] = []
 
     @seed(start)
-    @settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])
+    @trials(3)
     @given(document=damaged())
     def draw(document: tuple[str, bytes]) -> None:
         found.append(document)

@@ -12,10 +12,11 @@ import av
 import httpx
 import numpy as np
 import soundfile
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from tests.attack.target import Target
+from tests.fuzz.trials import trials
 
 RATE_HZ = 16_000
 SOUND = np.random.default_rng(5).uniform(-0.5, 0.5, (RATE_HZ, 1)).astype(np.float32)
@@ -114,13 +115,7 @@ def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
     cloner = target.models[1]
 
     @seed(start)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    @trials(examples)
     @given(data=damaged(), way=st.sampled_from(["ref_audio", "references", "upload"]))
     def tried(data: bytes, way: str) -> None:
         if way == "upload":

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -14,6 +14,7 @@ from schemathesis.specs.openapi import checks
 
 from serving.http.schemas import FIELDS
 from tests.attack.target import Target
+from tests.fuzz.trials import trials
 
 CHECKS = [
     not_a_server_error,
@@ -74,13 +75,7 @@ def mend(body: dict[str, Any]) -> None:
 
 def try_operation(operation: Any, mode: GenerationMode, num: int, start: int, counts: Counter[str]) -> None:
     @seed(start)
-    @settings(
-        max_examples=num,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    @trials(num)
     @given(case=operation.as_strategy(generation_mode=mode), is_mended=st.booleans())
     def tried(case: Any, is_mended: bool) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "input" in case.body:
