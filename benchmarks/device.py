@@ -18,8 +18,8 @@ smallest size. KIND is one of:
     fp8       products in fp8 compared with their plain form at the published shapes, and their times beside bf16's;
               skipped with a reason where a GPU has none
     codec     of each of --codecs: its render in each format of --codec, and the error (device_codec.py)
-    flashinfer  FlashInfer's kernels and ours at published shapes, by number of streams: the largest gap, and the times
-              of both (device_flashinfer.py); skipped with a reason where it cannot run
+    flashinfer  of each of --flashinfer: FlashInfer's kernels and ours at published shapes, by number of streams: the
+              largest gap, and the times of both (device_flashinfer.py); skipped with a reason where it cannot run
     checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
               and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
 
@@ -48,7 +48,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ import torch
 
 from benchmarks import (
     device_codec,
+    device_compilers,
     device_flashinfer,
     device_http,
     device_kernels,
@@ -155,39 +156,69 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
-    from torch._dynamo.utils import counters
-
     import zoo
-    from serving.engine.device.prepare_for_host import prepare_for_host
-    from serving.engine.engine import Engine
-    from serving.engine.memory.memory_plan import plan, usual_kv_bytes
     from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
-    size, slots, weights, codec, kv_part = (*size.split(":"), "", "", "", "")[:5]
-    most = int(slots or max(options.streams))
-    with tempfile.TemporaryDirectory() as directory:
-        path = zoo.families()[name].write_demo(Path(directory) / size, size)
-        family = zoo.load(path, device=DEVICE)
-    put("dtype", str(family.dtype))
-    request = first_request(family, text=TEXT, max_frames=round(options.speech_s * family.spec.frame_rate_hz))
     options.http = name in options.http if options.http else not options.no_http
     if options.http and (reason := device_http.why_not()) is not None:
         put("over HTTP", f"left out: {reason}")
         options.http = False
+    size, *spec = size.split(":")
+    with tempfile.TemporaryDirectory() as directory:
+        path = zoo.families()[name].write_demo(Path(directory) / size, size)
+        has_compilers = device_parts.CACHE in os.environ and not options.no_compile
+        with device_compilers.beside(options.compilers if has_compilers else 0, path):
+            engine = warmed(path, spec, options, put)
+    [model] = engine.models.values()
+    frames = round(options.speech_s * model.family.spec.frame_rate_hz)
+    request = first_request(model.family, text=TEXT, max_frames=frames)
+    with alone(put):
+        device_launches.times(model.runner, put)
+        if options.part in options.only_launches:
+            return
+        try:
+            beside(engine, partial(listen, name, engine, request, model.runner.num_slots, options, put))
+        finally:
+            put("graph_misses", model.runner.graph_misses)
+            put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+
+
+def loaded(path: Path, spec: Sequence[str], options: argparse.Namespace, kv_slots: int | None = None) -> Any:
+    """Load a checkpoint and return an engine for it. spec: of a model, without its size; kv_slots: slots for which
+    there are pages, by default all."""
+    import zoo
+    from serving.engine.device.prepare_for_host import prepare_for_host
+    from serving.engine.engine import Engine
+    from serving.engine.memory.memory_plan import usual_kv_bytes
+
+    slots, weights, codec, kv_part = (*spec, "", "", "", "")[:4]
+    most = int(slots or max(options.streams))
+    family = zoo.load(path, device=DEVICE)
+    part = 1 if kv_slots else float(kv_part or options.kv_part)
     prepare_for_host(family, compile=not options.no_compile, weights=weights or "published")
-    began_s = time.perf_counter()
-    kv_memory_bytes = int(float(kv_part or options.kv_part) * usual_kv_bytes(family, most))
-    compile = not options.no_compile
-    engine = Engine(
+    return Engine(
         family,
         max_slots=most,
-        kv_memory_bytes=kv_memory_bytes,
-        compile=compile,
+        kv_memory_bytes=int(part * usual_kv_bytes(family, kv_slots or most)),
+        compile=not options.no_compile,
         codec=codec or options.codec,
         attention=options.attention,
     )
+
+
+def warmed(path: Path, spec: Sequence[str], options: argparse.Namespace, put: Put) -> Any:
+    """Return a warm engine of a checkpoint, and report how it became one."""
+    from torch._dynamo.utils import counters
+
+    from serving.engine.memory.memory_plan import plan
+
+    began_s = time.perf_counter()
+    engine = loaded(path, spec, options)
     [model] = engine.models.values()
+    put("dtype", str(model.family.dtype))
+    put("loaded_s", round(time.perf_counter() - began_s, 1))
+    began_s = time.perf_counter()
     begun_s: list[tuple[str, float]] = []  # stage, when it began
 
     def begin(_: float, stage: str) -> None:
@@ -205,16 +236,20 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     )
     put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
-    put("memory_bytes", {"planned": plan(family, most, kv_memory_bytes).total, "allocated": memory})
-    with alone(put):
-        device_launches.times(model.runner, put)
-        if options.part in options.only_launches:
-            return
-        try:
-            beside(engine, partial(listen, name, engine, request, most, options, put))
-        finally:
-            put("graph_misses", model.runner.graph_misses)
-            put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+    planned = plan(model.family, model.runner.num_slots, engine.arena.bytes.nbytes).total
+    put("memory_bytes", {"planned": planned, "allocated": memory})
+    return engine
+
+
+def compile_stage(part: str, options: argparse.Namespace) -> None:
+    """Be a compiler of a part of figures (device_compilers.py)."""
+    spec = part.split("=")[2].split(":")[1:]
+    engine = loaded(options.checkpoint, spec, options, kv_slots=1)
+    [model] = engine.models.values()
+    began_s = time.perf_counter()
+    name = device_compilers.compile_stage(model.runner, options.compiler)
+    took_s = time.perf_counter() - began_s
+    print(f"{part}: a compiler for {name} took {took_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
@@ -408,6 +443,13 @@ def main() -> None:
         metavar="FAMILY=SIZE",
         help="models of the part codec (default: none)",
     )
+    parser.add_argument(
+        "--flashinfer",
+        nargs="+",
+        default=device_flashinfer.KINDS,
+        choices=device_flashinfer.KINDS,
+        help="what to compare with FlashInfer's (default: all)",
+    )
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--http", nargs="+", metavar="FAMILY", help="figures over HTTP for these alone")
     parser.add_argument("--no-http", action="store_true", help="no figures over HTTP")
@@ -420,8 +462,18 @@ def main() -> None:
     )
     parser.add_argument("--cache-dir", type=Path, help="the folder of everything that is compiled")
     parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
+    parser.add_argument(
+        "--compilers",
+        type=int,
+        default=0,
+        help="more processes that compile for each part of figures, with --cache-dir (device_compilers.py)",
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--compiler", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.compiler is not None:
+        return compile_stage(options.part, options)
     if options.part:
         return run_part(options)
     import zoo
@@ -433,7 +485,7 @@ def main() -> None:
         "kernels": ["kernels"],
         "fp8": ["fp8"],
         "codec": [f"codec={model}" for model in options.codecs],
-        "flashinfer": ["flashinfer"],
+        "flashinfer": [f"flashinfer={kind}" for kind in options.flashinfer],
         "checks": [f"checks={name}" for name in names],
     }
     parts = [part for kind in options.parts or by_kind for part in by_kind[kind]]

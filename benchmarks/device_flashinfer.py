@@ -1,4 +1,4 @@
-"""The part `flashinfer` of device.py: FlashInfer's kernels next to ours, by family and number of streams.
+"""The parts `flashinfer=KIND` of device.py: FlashInfer's kernels next to ours, by family and number of streams.
 
 Each finding has the largest gap to a plain form in torch, relative to values above 1, and the microseconds of both with
 cold caches, recorded as the server records its launches:
@@ -65,11 +65,12 @@ SHAPES = {
     "chatterbox": Shape(16, 16, 64, 1024, 8194),
     "glm4_voice": Shape(32, 2, 128, 4096, 168960),
 }
+KINDS = "norm", "rope", "draw", "prompt", "step"
 FAMILIES = tuple(SHAPES)[:5]  # each further one may need a kernel more
 
 
-def compared(put: Put, alone: Alone, families: tuple[str, ...] = FAMILIES) -> None:
-    """Raises AssertionError for a gap that is too large."""
+def compared(kind: str, put: Put, alone: Alone, families: tuple[str, ...] = FAMILIES) -> None:
+    """Report one of KINDS. Raises AssertionError for a gap that is too large."""
     from zoo.nn import attention, flashinfer_attention, sampling  # noqa: F401, the operators
 
     reason = flashinfer_attention.why_not(torch.empty(64, 8, 128, dtype=DTYPE, device=DEVICE), PAGE)
@@ -77,25 +78,18 @@ def compared(put: Put, alone: Alone, families: tuple[str, ...] = FAMILIES) -> No
         put("skipped", reason)
         return
     put("version", flashinfer_attention.version())
-    wrong: list[str] = []
-    for kinds in (
-        ("step",),
-        ("norm", "rope", "draw"),
-        ("prompt",),
-    ):  # in the order of what they take to build
-        began_s = time.monotonic()
-        put(f"not built for {kinds[0]}", build(kinds, [SHAPES[family] for family in families]))
-        put(f"building for {kinds[0]} took, s", round(time.monotonic() - began_s, 1))
-        for family in families:
-            wrong += compare(kinds, family, put, alone)
+    began_s = time.monotonic()
+    put("not built", build(kind, [SHAPES[family] for family in families]))
+    put("building took, s", round(time.monotonic() - began_s, 1))
+    wrong = [label for family in families for label in compare(kind, family, put, alone)]
     assert not wrong, f"FlashInfer failed or differs from the plain form: {', '.join(wrong)}"
 
 
-def compare(kinds: tuple[str, ...], family: str, put: Put, alone: Alone) -> list[str]:
+def compare(kind: str, family: str, put: Put, alone: Alone) -> list[str]:
     """Report the rows of a family. Return the labels of those that failed, or whose gap is too large."""
     known, ways, wrong = {}, {}, []
     with torch.inference_mode():
-        for label, measure in measurements(kinds, family):
+        for label, measure in measurements(kind, family):
             try:
                 row = measure()
                 put(label, row.found)
@@ -112,36 +106,36 @@ def compare(kinds: tuple[str, ...], family: str, put: Put, alone: Alone) -> list
     return wrong
 
 
-def measurements(kinds: tuple[str, ...], family: str) -> list[tuple[str, Callable[[], Measured]]]:
+def measurements(kind: str, family: str) -> list[tuple[str, Callable[[], Measured]]]:
     """Return the rows of a family, by label."""
     shape = SHAPES[family]
     counts = {step: STREAMS, prompt: PROMPTS, norm: ROWS, rope: ROWS, draw: ROWS if shape.logits else ()}
     return [
         (f"{measure.__name__}, {family}, {count}", partial(measure, shape, count))
         for measure, numbers in counts.items()
-        if measure.__name__ in kinds
+        if measure.__name__ == kind
         for count in numbers
     ]
 
 
-def build(kinds: tuple[str, ...], shapes: list[Shape]) -> dict[str, str]:
-    """Build the kernels of some kinds at once, with a compiler each -> why some cannot be built, by kernel."""
+def build(kind: str, shapes: list[Shape]) -> dict[str, str]:
+    """Build the kernels of a kind at once, with a compiler each -> why some cannot be built, by kernel."""
     from flashinfer import norm, rope
     from flashinfer import sampling as drawing
 
     kernels = gpu.of_gpu("flashinfer_kernels")
     place = torch.empty(0, device=DEVICE)
     wanted: dict[str, Way] = {}
-    if "step" in kinds:
+    if kind == "step":
         for dim, group in sorted({(shape.dim, shape.heads // shape.kv_heads) for shape in shapes}):
             name = f"step of {group} queries a key, heads of {dim}"
             wanted[name] = partial(kernels.failure, place, DTYPE, PAGE, dim, group)
         wanted["gate"] = kernels.gate_failure
-    if "prompt" in kinds:
+    if kind == "prompt":
         for shape in {shape.dim: shape for shape in shapes}.values():
             wanted[f"prompt, heads of {shape.dim}"] = partial(reason_of, partial(prompt_wrapper, shape, 1))
     others = {"norm": norm.get_norm_module, "rope": rope.get_rope_module, "draw": drawing.get_sampling_module}
-    wanted |= {name: partial(reason_of, get) for name, get in others.items() if name in kinds}
+    wanted |= {name: partial(reason_of, get) for name, get in others.items() if name == kind}
     with ThreadPoolExecutor(len(wanted)) as pool:
         reasons = dict(zip(wanted, pool.map(lambda one: one(), wanted.values()), strict=True))
     return {name: reason for name, reason in reasons.items() if reason is not None}

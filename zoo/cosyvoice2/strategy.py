@@ -25,6 +25,7 @@ ADVANCE = Part(
         ("seen.start", BATCH),
         ("seen.count", BATCH),
         ("seen.num_kept", BATCH),
+        ("caches.arena", ("arena",)),  # the same code for every size of the KV memory
         ("caches.pages", BATCH),
     ),
 )

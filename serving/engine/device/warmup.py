@@ -32,22 +32,28 @@ TIMED_POSITIONS = 256  # in the KV cache of each sequence of a timed step
 def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | None = None) -> None:
     """Warm a runner; no slot, page or tape changes. progress: is told the fraction that is done, and what
     comes next. entry: where compiled code is found, or left."""
+    works = stages(runner, entry)
+    for i, (name, stream, stage) in enumerate(works):
+        progress(i / len(works), name)
+        with stream.here():
+            stage()
+    progress(1.0, "warm")
+
+
+def stages(runner: Runner, entry: Entry | None = None) -> list[tuple[str, Stream, Callable[[], None]]]:
+    """Return the name of each stage of `warm`, the stream that it belongs to, and what it does."""
     lm, renders = runner.streams.lm, runner.streams.renders
-    stages: list[tuple[str, Stream, Callable[[], None]]] = [
+    found: list[tuple[str, Stream, Callable[[], None]]] = [
         ("step", lm, partial(warm_step, runner, entry)),
         ("prefill", lm, partial(warm_prefill, runner)),
     ]
     window = runner.family.spec.window
     for frames in reversed(window.sizes):
         for length in window.lengths or (0,):
-            stages.append((f"render {frames}", renders, partial(warm_render, runner, frames, length)))
+            found.append((f"render {frames}", renders, partial(warm_render, runner, frames, length)))
     if not runner.is_recorded:
-        stages.append(("sizes of renders", renders, partial(warm_sizes, runner)))
-    for i, (name, stream, stage) in enumerate(stages):
-        progress(i / len(stages), name)
-        with stream.here():
-            stage()
-    progress(1.0, "warm")
+        found.append(("sizes of renders", renders, partial(warm_sizes, runner)))
+    return found
 
 
 def warm_step(runner: Runner, entry: Entry | None = None) -> None:
