@@ -175,6 +175,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     request = first_request(model.family, text=TEXT, max_frames=frames)
     with alone(put):
         device_launches.times(model.runner, put)
+        device_launches.beside_each_other(model.runner, put)
         if options.part in options.only_launches:
             return
         try:
@@ -311,6 +312,9 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
     Lengths vary from half to one and a half of the request's frames. Runs on the listeners' thread."""
     random, began_s = np.random.default_rng(0), time.perf_counter()
     hearing = Hearing(began_s + RAMP_S, began_s + seconds)
+    rows: dict[str, list[int]] = {"step": [], "render": []}
+    [runner] = (model.runner for model in engine.models.values())
+    runner.observer = lambda event, count, _: rows[event].append(count) if event in rows else None
     before, turns, asked, ended = underruns(engine), engine.iterations.num, 0, 0
 
     def speak() -> None:
@@ -326,11 +330,17 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
         ended += 1
         if time.perf_counter() < began_s + seconds:
             speak()
+    runner.observer = None
     rate_hz = next(iter(engine.models.values())).family.spec.sample_rate_hz
     return {
         "requests": asked,
         "audio_s_per_s": round(hearing.num_samples / rate_hz / (seconds - RAMP_S), 1),
         "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.iterations.num - turns), 2),
+        "launches": {
+            kind: {"num": len(each), "rows": round(float(np.mean(each)), 1)}
+            for kind, each in rows.items()
+            if each
+        },
         "ttfa_ms": {f"p{q}": round(1e3 * float(np.percentile(hearing.first_s, q)), 1) for q in (50, 95)},
         "underruns": underruns(engine) - before,
         "failed": hearing.failed,

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from compile_cache.strategy import Parts
 from serving.engine.device.runner import Runner
 from serving.engine.device.warmup import stages
@@ -39,6 +41,7 @@ def beside(count: int, checkpoint: Path) -> Iterator[None]:
             process.wait()
 
 
+@torch.inference_mode()  # as the warm-up: a graph for gradients would be another one
 def compile_stage(runner: Runner, index: int) -> str | None:
     """Warm stage `index` of those behind the step and return its name. Windows that share their code are warmed once,
     by the first one, for whose sizes that code is laid out. Returns None if there is no such stage."""

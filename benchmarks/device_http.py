@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from zoo.request import Request
 
 ROOT = Path(__file__).parent.parent
-PARTS = "serving.http.app", "serving.cli.load", "serving.tools.load.worker"  # what must be importable
+# What must be importable. typer, which reads a command's options, imports pydantic only then.
+PARTS = "serving.http.app", "serving.cli.load", "serving.tools.load.worker", "pydantic"
 FORMAT = "pcm"  # needs no FFmpeg
 SHOWN = (
     *("requests", "failed", "failures", "failure_examples"),

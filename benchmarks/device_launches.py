@@ -12,6 +12,7 @@ from serving.engine.device import warmup
 from serving.engine.device.runner import Runner
 
 REPLAYS, REPLAYS_MS = 20, 60  # limits for one graph
+OVERLAP_MS = 200  # of each kind, while both run
 
 
 def times(runner: Runner, put: Put) -> None:
@@ -24,6 +25,57 @@ def times(runner: Runner, put: Put) -> None:
             key, (graph, _) = next(iter(graphs.recorded.items()))
             stage(runner, key)
             put(f"longest in {name(key)}", longest(graph))
+
+
+def beside_each_other(runner: Runner, put: Put) -> None:
+    """Report what a render and the steps beside it take, on the streams of a server and with equal priorities: of the
+    fewest rows and of the most, with the most slots."""
+    steps, renders = runner.lowered.step_graphs.recorded, runner.lowered.render_graphs.recorded
+    if not runner.is_recorded or not steps or not renders:
+        return
+    step = next(iter(steps))
+    rows = sorted(renders, key=lambda key: key[1] * key[2])
+    for render in (rows[0], rows[-1]):
+        stage(runner, step)
+        stage(runner, render)
+        graphs = steps[step][0], renders[render][0]
+        found = {}
+        for how, streams in {
+            "by priority": (runner.streams.lm.cuda, runner.streams.renders.cuda),
+            "with equal priorities": (torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)),
+        }.items():
+            found[how] = overlapped_ms(graphs, streams)
+        put(f"{name(step)} beside {name(render)}, ms", found)
+
+
+def overlapped_ms(graphs: tuple[Any, Any], streams: tuple[Any, Any]) -> dict[str, float]:
+    """Return the milliseconds of a step alone and beside renders, and of a render alone and beside steps. Each kind
+    of graph has its own stream, on which one replay follows the other, for about as long as the other kind runs."""
+    alone = [replay_ms(graph) for graph in graphs]
+    counts = [max(2, round(OVERLAP_MS / ms)) for ms in alone]
+    torch.cuda.synchronize()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(count + 1)] for count in counts]
+    for marks, stream in zip(events, streams, strict=True):
+        marks[0].record(stream)
+    for i in range(max(counts)):
+        for graph, stream, marks in zip(graphs, streams, events, strict=True):
+            if i + 1 < len(marks):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                marks[i + 1].record(stream)
+    torch.cuda.synchronize()
+    # what ran before the other kind had ended counts
+    end_ms = min(events[0][0].elapsed_time(marks[-1]) for marks in events)
+    beside = []
+    for marks in events:
+        done = [mark for mark in marks if events[0][0].elapsed_time(mark) <= end_ms + 1e-3]
+        beside.append(done[0].elapsed_time(done[-1]) / max(len(done) - 1, 1))
+    both = zip(("step", "render"), alone, beside, strict=True)
+    return {
+        f"{kind} {how}": round(ms, 3)
+        for kind, *two in both
+        for how, ms in zip(("alone", "beside"), two, strict=True)
+    }
 
 
 def name(key: Hashable) -> str:

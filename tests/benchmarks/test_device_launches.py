@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import chain, repeat
+from types import SimpleNamespace
+
 import torch
 from masquerade import masquerade
 from models import TOYS, Clock
 
-from benchmarks import device_launches
+from benchmarks import device_compilers, device_launches
 from serving.engine.engine import Engine
 
 
@@ -30,3 +34,52 @@ def test_each_launch_is_staged_before_it_is_timed(monkeypatch):
         assert {name.split()[0] for name in known} >= {"step", "prefill", "render"}
         for name, value in runner.state.tensors().items():  # no slot of a request has changed
             assert torch.equal(value[: runner.num_slots], before[name][: runner.num_slots]), name
+
+
+class Event:
+    """An event of a stream with a clock of its own, in ms."""
+
+    def __init__(self, enable_timing: bool):
+        self.at_ms = 0.0
+
+    def record(self, stream) -> None:
+        self.at_ms = stream.now_ms
+
+    def elapsed_time(self, other) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_launches_beside_each_other_count_until_one_kind_has_ended(monkeypatch):
+    streams = [SimpleNamespace(now_ms=0.0) for _ in range(2)]
+    here = [streams[0]]
+
+    @contextmanager
+    def on(stream):
+        here[0] = stream
+        yield
+
+    def graph(took_ms):
+        def replay():
+            here[0].now_ms += next(took_ms)
+
+        return SimpleNamespace(replay=replay)
+
+    steps = graph(repeat(1.0))  # 200 of them
+    renders = graph(chain(repeat(50.0, 4), repeat(9.0)))  # slow while there are steps
+    monkeypatch.setattr(device_launches, "replay_ms", lambda graph: 1.0 if graph is steps else 25.0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = device_launches.overlapped_ms((steps, renders), tuple(streams))
+    assert found == {"step alone": 1.0, "step beside": 1.0, "render alone": 25.0, "render beside": 50.0}
+
+
+def test_a_compiler_warms_one_stage():
+    with masquerade():
+        engine = Engine(TOYS["toy"](), max_slots=16, compile=False, clock=Clock())
+        [model] = engine.models.values()
+        runner, known = model.runner, []
+        while (name := device_compilers.compile_stage(runner, len(known))) is not None:
+            known.append(name)
+        assert known == ["prefill", *(f"render {n}" for n in reversed(runner.family.spec.window.sizes))]
+        assert {key[0] for key in runner.lowered.step_graphs.recorded} == {"prefill"}
