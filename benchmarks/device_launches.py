@@ -28,24 +28,39 @@ def times(runner: Runner, put: Put) -> None:
 
 
 def beside_each_other(runner: Runner, put: Put) -> None:
-    """Report what a render and the steps beside it take, on the streams of a server and with equal priorities: of the
-    fewest rows and of the most, with the most slots."""
+    """Report what a render and the steps beside it take, of the fewest rows and of the most, with the most slots: as a
+    server records steps, which go first, and with steps that do not."""
     steps, renders = runner.lowered.step_graphs.recorded, runner.lowered.render_graphs.recorded
     if not runner.is_recorded or not steps or not renders:
         return
     step = next(iter(steps))
     rows = sorted(renders, key=lambda key: key[1] * key[2])
+    of_server = runner.streams.lm.cuda, runner.streams.renders.cuda
+    equal = torch.cuda.Stream(runner.device), of_server[1]
+    stage(runner, step)
+    graphs = {
+        "steps first": (steps[step][0], of_server),
+        "equal": (recorded_on(equal[0], runner, step), equal),
+    }
     for render in (rows[0], rows[-1]):
         stage(runner, step)
         stage(runner, render)
-        graphs = steps[step][0], renders[render][0]
-        found = {}
-        for how, streams in {
-            "by priority": (runner.streams.lm.cuda, runner.streams.renders.cuda),
-            "with equal priorities": (torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)),
-        }.items():
-            found[how] = overlapped_ms(graphs, streams)
+        found = {
+            how: overlapped_ms((graph, renders[render][0]), streams)
+            for how, (graph, streams) in graphs.items()
+        }
         put(f"{name(step)} beside {name(render)}, ms", found)
+
+
+@torch.inference_mode()
+def recorded_on(stream: Any, runner: Runner, key: Any) -> Any:
+    """Record a step again, on another stream: kernels of a recorded launch keep the priority of its stream."""
+    [batch] = [batch for known, batch in warmup.step_batches(runner, key[1]) if known == key]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(runner.device)
+    with torch.cuda.graph(graph, stream=stream):
+        runner.lowered.step(batch)
+    return graph
 
 
 def overlapped_ms(graphs: tuple[Any, Any], streams: tuple[Any, Any]) -> dict[str, float]:

@@ -25,22 +25,33 @@ class Works:
         ),
     ] = None
     max_works: Annotated[
-        int, Option(min=0, help="The server keeps at most this many works.", rich_help_panel=WORKS)
-    ] = 100
+        int | None,
+        Option(min=0, help="The server keeps at most this many works. Default: 100.", rich_help_panel=WORKS),
+    ] = None
     max_document_bytes: Annotated[
-        str,
-        Option(help="A document has at most this size (32MiB or bytes).", rich_help_panel=WORKS),
-    ] = "32MiB"
+        str | None,
+        Option(
+            help="A document has at most this size (32MiB or bytes). Default: 32MiB.", rich_help_panel=WORKS
+        ),
+    ] = None
     max_works_bytes: Annotated[
-        str,
-        Option(help="The files of all works take at most this much room (20GiB).", rich_help_panel=WORKS),
-    ] = "20GiB"
+        str | None,
+        Option(
+            help="The files of all works take at most this much room (20GiB or bytes). Default: 20GiB.",
+            rich_help_panel=WORKS,
+        ),
+    ] = None
 
     def settings(self) -> WorksSettings:
         """Raises ValueError."""
-        return WorksSettings(
-            directory=None if self.works_dir is None else str(self.works_dir.resolve()),
-            num=self.max_works,
-            document_bytes=num_bytes(self.max_document_bytes),
-            disk_bytes=num_bytes(self.max_works_bytes),
-        )
+        if self.works_dir is None:
+            if self != Works():
+                raise ValueError("--max-works, --max-document-bytes and --max-works-bytes need --works-dir")
+            return WorksSettings()
+        given = {
+            "num": self.max_works,
+            "document_bytes": None if self.max_document_bytes is None else num_bytes(self.max_document_bytes),
+            "disk_bytes": None if self.max_works_bytes is None else num_bytes(self.max_works_bytes),
+        }
+        limits = {name: value for name, value in given.items() if value is not None}
+        return WorksSettings(directory=str(self.works_dir.resolve()), **limits)

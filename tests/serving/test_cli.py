@@ -198,6 +198,10 @@ BAD = [
     (["serve", "--keep-alive", "1m"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
     (["serve", "--keep-alive", "5m"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
     (["serve", "--load-wait", "300"], "--keep-alive, --load-wait and --model-memory need --model-dir"),
+    (
+        ["serve", "--max-works", "5"],
+        "--max-works, --max-document-bytes and --max-works-bytes need --works-dir",
+    ),
     (["serve", "--model-dir", "/no/such"], "--model-dir"),
     (["serve", ".", "--model-dir", "zoo"], "--model-dir serves the models in zoo; leave out ."),
     (["serve", "--model-dir", "zoo", "--replicas", "2"], "leave out --replicas"),
