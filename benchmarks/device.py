@@ -175,7 +175,6 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     request = first_request(model.family, text=TEXT, max_frames=frames)
     with alone(put):
         device_launches.times(model.runner, put)
-        device_launches.beside_each_other(model.runner, put)
         if options.part in options.only_launches:
             return
         try:
@@ -183,6 +182,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         finally:
             put("graph_misses", model.runner.graph_misses)
             put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+        device_launches.beside_each_other(model.runner, put)
 
 
 def loaded(path: Path, spec: Sequence[str], options: argparse.Namespace, kv_slots: int | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,38 +29,48 @@ def times(runner: Runner, put: Put) -> None:
 
 
 def beside_each_other(runner: Runner, put: Put) -> None:
-    """Report what a render and the steps beside it take, of the fewest rows and of the most, with the most slots: as a
-    server records steps, which go first, and with steps that do not."""
+    """Report what a render and the steps beside it take, of the fewest rows and of the most, with the most slots: with
+    steps that go first, as in a server, with equal kinds, and with renders that go first."""
     steps, renders = runner.lowered.step_graphs.recorded, runner.lowered.render_graphs.recorded
     if not runner.is_recorded or not steps or not renders:
         return
+    lm, usual, urgent = runner.streams.lm.cuda, runner.streams.renders.cuda, torch.cuda.Stream(priority=-1)
     step = next(iter(steps))
     rows = sorted(renders, key=lambda key: key[1] * key[2])
-    of_server = runner.streams.lm.cuda, runner.streams.renders.cuda
-    equal = torch.cuda.Stream(runner.device), of_server[1]
     stage(runner, step)
-    graphs = {
-        "steps first": (steps[step][0], of_server),
-        "equal": (recorded_on(equal[0], runner, step), equal),
-    }
+    plain = torch.cuda.Stream()
+    first, equal = steps[step][0], recorded_on(plain, runner, step)
     for render in (rows[0], rows[-1]):
         stage(runner, step)
         stage(runner, render)
-        found = {
-            how: overlapped_ms((graph, renders[render][0]), streams)
-            for how, (graph, streams) in graphs.items()
-        }
-        put(f"{name(step)} beside {name(render)}, ms", found)
+        behind, ahead = renders[render][0], recorded_on(urgent, runner, render)
+        put(
+            f"{name(step)} beside {name(render)}, ms",
+            {
+                "steps first": overlapped_ms((first, behind), (lm, usual)),
+                "equal": overlapped_ms((equal, behind), (plain, usual)),
+                "renders first": overlapped_ms((equal, ahead), (plain, urgent)),
+            },
+        )
 
 
 @torch.inference_mode()
 def recorded_on(stream: Any, runner: Runner, key: Any) -> Any:
-    """Record a step again, on another stream: kernels of a recorded launch keep the priority of its stream."""
-    [batch] = [batch for known, batch in warmup.step_batches(runner, key[1]) if known == key]
+    """Record a launch again, on another stream: kernels of a recorded launch keep the priority of its stream."""
+    kind, *sizes = key
+    if kind == "render":
+        view, pool = warmup.nothing_of(runner, *sizes), runner.streams.renders.pool
+        launch = partial(runner.lowered.render, view)
+    else:
+        [batch] = [batch for known, batch in warmup.step_batches(runner, sizes[0]) if known == key]
+        launch, pool = partial(runner.lowered.step, batch), runner.streams.lm.pool
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(runner.device)
-    with torch.cuda.graph(graph, stream=stream):
-        runner.lowered.step(batch)
+    with (
+        warmup.tf32(kind == "render" and runner.codec != "float32"),
+        torch.cuda.graph(graph, pool=pool, stream=stream),
+    ):
+        launch()
     return graph
 
 
