@@ -178,8 +178,11 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=5)
     parser.add_argument("--alone-s", type=float, default=20.0)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--any-core", action="store_true", help="let the system choose the cores of steps")
     options = parser.parse_args()
     engine = loaded(options.directory, options.streams, not options.no_compile)
+    if not options.any_core:
+        threads.keep_team_on_cores()
     spec = engine.family(None).spec
     print(f"{spec.name} on {engine.arena.device}; the CPU is {cpu()}")
     print("\n".join(measure(engine, options.streams, options.alone_s, options.clip_s, options.clips)))

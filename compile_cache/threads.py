@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from compile_cache import limits
 
 SMALL_BYTES = 64 << 20
 NICENESS = 19  # of a thread in the background: a core that another thread wants too is that one's
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def set_num_threads(model: nn.Module) -> int:
@@ -55,6 +58,56 @@ def work_in_background() -> None:
     if sys.platform == "linux" and not torch.cuda.is_available():
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+            os.sched_setaffinity(0, allowed_cpus())  # a thread of a team on cores may have started this one
+
+
+def allowed_cpus() -> set[int]:
+    """Return the CPUs that the process's first thread could use when this was first called."""
+    if not _allowed:
+        _allowed.update(os.sched_getaffinity(os.getpid()))
+    return _allowed
+
+
+_allowed: set[int] = set()
+
+
+def keep_team_on_cores() -> bool:
+    """Keep each thread of the caller's OpenMP team on a core of its own, and return whether that was done.
+
+    The threads of a team wait for each other at every product. While a thread in the background has one core,
+    the system may put two of a team on another one, where each waits for the other's share of time: one step in
+    a hundred took three times as long (benchmarks/LOG.md). It needs Linux, GNU's OpenMP and a core for each.
+    """
+    library = _gnu_openmp()
+    cores = one_cpu_of_each_core(allowed_cpus()) if sys.platform == "linux" else []
+    if library is None or not 1 < torch.get_num_threads() <= len(cores):
+        return False
+    team: dict[int, int] = {}
+
+    def note(_: object) -> None:
+        team[library.omp_get_thread_num()] = threading.get_native_id()
+
+    library.GOMP_parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(note), None, 0, 0)
+    with suppress(OSError):  # a sandbox may forbid it
+        for number, thread in team.items():
+            os.sched_setaffinity(thread, {cores[number]})
+        return True
+    return False
+
+
+def one_cpu_of_each_core(cpus: Iterable[int]) -> list[int]:
+    """Return one of the CPUs that share a core, for each core."""
+    of_core: dict[str, int] = {}
+    for cpu in sorted(cpus):
+        siblings = TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        of_core.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    return list(of_core.values())
+
+
+def _gnu_openmp() -> ctypes.CDLL | None:
+    """Return torch's GNU OpenMP, or None if torch was built with another one."""
+    path = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
+    return None if path is None else ctypes.CDLL(str(path))
 
 
 def use_one_thread() -> None:

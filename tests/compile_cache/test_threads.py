@@ -82,3 +82,41 @@ def test_a_thread_in_the_background_gives_way_to_the_others_on_a_cpu(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with ThreadPoolExecutor(1, initializer=threads.work_in_background) as pool:
         assert pool.submit(niceness).result() == niceness()
+
+
+CORES = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from compile_cache import threads
+
+torch.ones(512, 512) @ torch.ones(512, 512)
+print(threads.keep_team_on_cores())
+team = [cpus for cpus in (os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")) if len(cpus) == 1]
+print(len(team), len(set.union(*team)))
+with ThreadPoolExecutor(1, initializer=threads.work_in_background) as pool:
+    print(pool.submit(os.sched_getaffinity, 0).result() == threads.allowed_cpus())
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(threads.one_cpu_of_each_core(threads.allowed_cpus())) < 2,
+    reason="needs two cores, and GNU's OpenMP",
+)
+def test_each_thread_of_a_team_has_a_core_and_threads_in_the_background_have_all():
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run(
+        [sys.executable, "-c", CORES], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert ran.stdout.split() == ["True", "2", "2", "True"]
+
+
+def test_cpus_that_share_a_core_count_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
+    for cpu, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")):
+        place = tmp_path / f"cpu{cpu}" / "topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(siblings)
+    assert threads.one_cpu_of_each_core({0, 1, 2, 3}) == [0, 1]
+    assert threads.one_cpu_of_each_core({2, 3}) == [2, 3]
+    assert threads.one_cpu_of_each_core({4, 5}) == [4, 5]  # unknown: each is a core

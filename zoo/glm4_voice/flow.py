@@ -21,7 +21,7 @@ from zoo.glm4_voice.config import FlowConfig, mel_frames
 from zoo.glm4_voice.estimator import Estimator, GroupNorm
 from zoo.nn.cfm import cosine_times
 from zoo.nn.narrow import dtype_of
-from zoo.nn.s3.encoder import EMBED_EPS, ConformerLayer, Embed, relative_table
+from zoo.nn.s3.encoder import EMBED_EPS, ConformerLayer, Distances, Embed
 from zoo.nn.s3.sizes import MELS
 from zoo.nn.s3.stretch import Whole
 
@@ -53,9 +53,9 @@ class Encoder(nn.Module):
         """x [B, N, D], of which count [B] are there -> [B, N, D]"""
         x = self.embed(x)
         seen = Blocks(count, x.shape[1], self.block)
-        table = relative_table(1 - seen.grid, seen.max_distance, x.shape[-1], x)
+        distances = Distances.of(seen, x)
         for layer in self.layers:
-            x = layer(x, seen, x, table)
+            x = layer(x, seen, x, distances)
         return self.norm(x)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,26 @@ def relative_table(first: int, last: int, width: int, like: Tensor) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(like.dtype)
 
 
+@dataclass
+class Distances:
+    """How far apart the positions of a stretch are, for all layers of a stack.
+
+    table [distances, D]: from the farthest position ahead to the farthest behind; column [B, 1, Q, K]: of each
+    pair's distance in the table; is_hidden [B, 1, Q, K]: which pairs do not see each other.
+    """
+
+    table: Tensor
+    column: Tensor
+    is_hidden: Tensor
+
+    @classmethod
+    def of(cls, seen: Seen, like: Tensor) -> Distances:
+        """like [..., D]: of the rows' width and dtype."""
+        first = 1 - seen.grid
+        table = relative_table(first, seen.max_distance, like.shape[-1], like)
+        return cls(table, (seen.distance - first)[:, None], ~seen.mask[:, None])
+
+
 class RelativeAttention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -47,21 +68,21 @@ class RelativeAttention(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(heads, width // heads))
         self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
 
-    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, table: Tensor) -> Tensor:
-        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D], or its pages, and to x, and update it.
-
-        table [distances, D]: from the farthest position ahead to the farthest behind.
-        """
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, distances: Distances) -> Tensor:
+        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D], or its pages, and to x, and update it."""
         kv = seen.exchange(cache, torch.cat((self.k(x), self.v(x)), -1))  # [B, K, 2D]
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1))
         )  # [B, H, _, dim]
-        p = self.position(table).unflatten(-1, (self.heads, -1)).transpose(0, 1)  # [H, distances, dim]
-        by_distance = (q + self.position_bias[:, None]) @ p.mT  # [B, H, Q, distances]
-        index = (seen.distance + (len(table) - 1 - seen.max_distance))[:, None].expand(-1, self.heads, -1, -1)
-        scores = (q + self.content_bias[:, None]) @ k.mT + by_distance.gather(-1, index)  # [B, H, Q, K]
-        scores = (scores * q.shape[-1] ** -0.5).masked_fill(~seen.mask[:, None], -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        scale = q.shape[-1] ** -0.5  # of published sizes a power of two, so the smaller factor can take it
+        p = self.position(distances.table).unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        by_distance = ((q + self.position_bias[:, None]) * scale) @ p.mT  # [B, H, Q, distances]
+        by_place = by_distance.gather(-1, distances.column.expand(-1, self.heads, -1, -1))  # [B, H, Q, K]
+        by_place.masked_fill_(distances.is_hidden, -torch.inf)
+        content = (q + self.content_bias[:, None]) * scale
+        flat = (part.flatten(0, 1) for part in (by_place, content, k.mT))
+        weights = torch.baddbmm(*flat).softmax(-1).view_as(by_place)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class ConformerLayer(nn.Module):
@@ -75,8 +96,8 @@ class ConformerLayer(nn.Module):
         self.widen = nn.Linear(width, inner)
         self.narrow = nn.Linear(inner, width)
 
-    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, table: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), seen, cache, table)
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, distances: Distances) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), seen, cache, distances)
         return x + self.narrow(F.silu(self.widen(self.mlp_norm(x))))
 
 
@@ -131,7 +152,7 @@ class FlowEncoder(nn.Module):
     def _stack(
         self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: Sequence[Tensor | PagedLayer]
     ) -> Tensor:
-        table = relative_table(1 - seen.grid, seen.max_distance, x.shape[-1], x)
+        distances = Distances.of(seen, x)
         for layer, cache in zip(layers, caches, strict=True):
-            x = layer(x, seen, cache, table)
+            x = layer(x, seen, cache, distances)
         return x
