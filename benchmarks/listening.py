@@ -178,7 +178,11 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=5)
     parser.add_argument("--alone-s", type=float, default=20.0)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--any-core", action="store_true", help="let the system choose the cores of steps")
+    parser.add_argument(
+        "--any-core",
+        action="store_true",
+        help="let the system choose the cores of steps, which a server does not",
+    )
     options = parser.parse_args()
     engine = loaded(options.directory, options.streams, not options.no_compile)
     if not options.any_core:

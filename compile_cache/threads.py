@@ -16,8 +16,9 @@ from torch import nn
 from compile_cache import limits
 
 SMALL_BYTES = 64 << 20
-NICENESS = 19  # of a thread in the background: a core that another thread wants too is that one's
+NICENESS = 10  # of a thread in the background: it gets a tenth of a core that a step's thread wants, too
 TOPOLOGY = Path("/sys/devices/system/cpu")
+BINDINGS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"
 
 
 def set_num_threads(model: nn.Module) -> int:
@@ -75,11 +76,13 @@ def keep_team_on_cores() -> bool:
     """Keep each thread of the caller's OpenMP team on a core of its own, and return whether that was done.
 
     The threads of a team wait for each other at every product. While a thread in the background has one core,
-    the system may put two of a team on another one, where each waits for the other's share of time: one step in
-    a hundred took three times as long (benchmarks/LOG.md). It needs Linux, GNU's OpenMP and a core for each.
+    the system may put two of a team on another one, where each waits for the other's share of time. Next to an
+    encoder, the slowest step in a hundred then took three times as long (benchmarks/LOG.md). It needs Linux,
+    GNU's OpenMP and a core for each, and leaves alone what the environment says of cores.
     """
-    library = _gnu_openmp()
-    cores = one_cpu_of_each_core(allowed_cpus()) if sys.platform == "linux" else []
+    if sys.platform != "linux" or any(name in os.environ for name in BINDINGS):
+        return False
+    library, cores = _gnu_openmp(), one_cpu_of_each_core(allowed_cpus())
     if library is None or not 1 < torch.get_num_threads() <= len(cores):
         return False
     team: dict[int, int] = {}
@@ -88,11 +91,12 @@ def keep_team_on_cores() -> bool:
         team[library.omp_get_thread_num()] = threading.get_native_id()
 
     library.GOMP_parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(note), None, 0, 0)
-    with suppress(OSError):  # a sandbox may forbid it
+    try:
         for number, thread in team.items():
             os.sched_setaffinity(thread, {cores[number]})
-        return True
-    return False
+    except OSError:  # a sandbox may forbid it
+        return False
+    return True
 
 
 def one_cpu_of_each_core(cpus: Iterable[int]) -> list[int]:

@@ -20,6 +20,7 @@ from functools import partial
 
 import msgspec
 
+from compile_cache import threads
 from serving import logs, protocol
 from serving.engine.connections import Bridge
 from serving.engine.device.prepare_for_host import cached, prepare_for_host
@@ -113,6 +114,8 @@ def main() -> None:
             sys.exit(REFUSED)
     call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
+    if engine.arena.device.type == "cpu":
+        threads.keep_team_on_cores()
     engine.run()
 
 
