@@ -333,7 +333,7 @@ def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
         "render": lambda: family.render(runner.state, view),
     }
     counts: dict[str, dict[str, Any]] = {}
-    with torch.inference_mode(False):
+    with torch.inference_mode():
         for name, call in calls.items():
             if name == "render":
                 runner.state.ready[0] = frames  # a renderer may read no further than the tape

@@ -213,3 +213,10 @@ def test_the_run_names_what_its_products_read():
     fp8.round_weights(gpus, 0)
     assert products(gpus) == {"fp8, a scale a row": 1, "float32": 1}
     assert instructions(torch.device("cpu")).startswith(torch.backends.cpu.get_cpu_capability())
+
+
+def test_work_is_counted_where_a_slot_keeps_what_its_prompt_left():
+    """A slot of CosyVoice 2 takes rows that were made in inference mode, and a render writes to them."""
+    model = family("cosyvoice2")
+    counted = work(model, first_request(model))
+    assert counted["step"]["bytes"] > 0 and sum(counted["render"]["flops"].values()) > 0
