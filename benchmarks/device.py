@@ -167,8 +167,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     size, *spec = size.split(":")
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / size, size)
-        has_compilers = device_parts.CACHE in os.environ and not options.no_compile
-        with device_compilers.beside(options.compilers if has_compilers else 0, path):
+        with device_compilers.beside(options.compilers, path):
             engine = warmed(path, spec, options, put)
     [model] = engine.models.values()
     frames = round(options.speech_s * model.family.spec.frame_rate_hz)
@@ -482,6 +481,8 @@ def main() -> None:
     parser.add_argument("--compiler", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.compilers and (options.cache_dir is None or options.no_compile):
+        parser.error("--compilers needs --cache-dir, and something to compile")
     if options.compiler is not None:
         return compile_stage(options.part, options)
     if options.part:
