@@ -91,7 +91,7 @@ KINDS = {
         0.7,
         lambda client, chance, _: client.work(chance),
         needs="works",
-        in_kills=("invalid_document", "disk"),  # the process that reads or joins is killed
+        in_kills=("invalid_document", "join_failed"),  # the process that reads or joins is killed
     ),
     "deleted work": Kind(
         0.7,

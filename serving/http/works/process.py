@@ -31,7 +31,10 @@ async def read(document: Path, out: Path, max_chars: int) -> None:
 
 
 async def join(directory: Path, chapter: int | None = None) -> float:
-    """Join the speech of a chapter, or of the book. Returns its seconds. Raises OSError."""
+    """Join the speech of a chapter, or of the book. Returns its seconds.
+
+    Raises OSError. Without an errno it says that the process was killed, or that the speech cannot be joined.
+    """
     outcome = await _run("join", str(directory), *([] if chapter is None else [str(chapter)]))
     if outcome is None or outcome.audio_s is None:
         why = "the process that joins speech was killed" if outcome is None else outcome.error

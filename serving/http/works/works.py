@@ -103,9 +103,12 @@ class Works:
         except HTTPException as error:
             work.error = error_of(error)
         except OSError as error:
-            what = f"this server cannot read or write the work's files: {error.strerror or error}"
-            work.error = Error(what, "server_error", None, "disk")
-            log.error("disk", work=work.facts.id, error=str(error))
+            if error.errno is None:
+                what, code = "this server cannot join the work's speech", "join_failed"
+            else:
+                what, code = "this server cannot read or write the work's files", "disk"
+            work.error = Error(f"{what}: {error.strerror or error}", "server_error", None, code)
+            log.error(code, work=work.facts.id, error=str(error))
         finally:
             work.doing = "waiting"
         log.info("work", id=work.facts.id, state=work.state, error=work.error and work.error.message)

@@ -348,6 +348,24 @@ def test_a_full_disk_fails_the_work_and_refuses_new_ones(server, monkeypatch):
     wait(server, id, "complete")
 
 
+def test_a_join_that_is_killed_fails_the_work_and_does_not_blame_the_disk(server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_run", killed_join(process._run))
+        id = add(server, "frames 1")
+        problem = wait(server, id, "failed")["error"]
+    assert problem["code"] == "join_failed"
+    assert "the process that joins speech was killed" in problem["message"]
+    server.http.post(f"{WORKS}/{id}/resume")
+    wait(server, id, "complete")
+
+
+def killed_join(run):
+    async def killed(what, *arguments):
+        return None if what == "join" else await run(what, *arguments)
+
+    return killed
+
+
 WRITE = Work.write
 
 
