@@ -23,7 +23,7 @@ serve: $(VENV)/.serves $(if $(REPLICAS),$(VENV)/.ray) $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT) $(if $(REPLICAS),--replicas $(REPLICAS))
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

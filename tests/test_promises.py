@@ -309,9 +309,7 @@ def render_in(
 
 
 @slow_for_families
-@pytest.mark.parametrize(
-    "sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str
-)
+@pytest.mark.parametrize("sizes", [[[1]] * 3, [[2, 4, 25], [3], [25, 1]]], ids=str)
 def test_windows_joined_equal_the_tape_at_once(name, sizes):
     """Render in float64, where only a mistake can cause a difference that is visible in float32 samples."""
     asked = [

@@ -112,7 +112,7 @@ def _as_on_gpu(monkeypatch):
     monkeypatch.setattr(
         torch,
         "compile",
-        lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False),
+        lambda function, **how: compiled(function, backend="eager", fullgraph=True, dynamic=False),
     )
     monkeypatch.setattr(lowering, "any_size", mark)
     torch._dynamo.reset()
