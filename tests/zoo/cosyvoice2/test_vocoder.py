@@ -15,7 +15,7 @@ from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
 from zoo.nn.conv import CodecState
-from zoo.nn.s3.hift import ConvTranspose, NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.hift import NO_LIMIT, ConvTranspose, Place, Vocoder
 from zoo.nn.s3.parts import VOCODER
 from zoo.nn.s3.sizes import MEL_SAMPLES, MELS
 
