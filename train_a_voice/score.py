@@ -55,7 +55,7 @@ class Case:
         return ("short" if length <= SHORT else "medium" if length <= MEDIUM else "long", "sentences")
 
 
-def cases(texts: Sequence[str], seed: int) -> list[Case]:
+def cases(texts: Sequence[str], seed: int, speakers: Sequence[str] = SPEAKERS) -> list[Case]:
     """Return each text by each speaker, alone and joined to others."""
     joined = [""]
     for text in texts:
@@ -65,7 +65,7 @@ def cases(texts: Sequence[str], seed: int) -> list[Case]:
     return [
         Case(text, speaker, seed + i, is_joined)
         for is_joined, some in ((False, texts), (True, joined))
-        for speaker in range(len(SPEAKERS))
+        for speaker in map(SPEAKERS.index, speakers)
         for i, text in enumerate(some)
     ]
 
@@ -108,6 +108,15 @@ def decode(model: Decoder, codes: torch.Tensor) -> np.ndarray:
     return model(codes[None], rows, start, start + len(codes))[0][0].numpy()
 
 
+def speakers_of(url: str) -> list[str]:
+    """Return the speakers that a server has. A voice of an earlier recipe has one."""
+    import httpx
+
+    address, names_only = f"{url.rstrip('/')}/v1/audio/voices", {"legacy": "true"}
+    found = httpx.get(address, params=names_only).raise_for_status().json()["voices"]
+    return [name for name in SPEAKERS if name in found]
+
+
 def hear_server(url: str, case: Case) -> dict[str, str]:
     import httpx
     import soundfile
@@ -123,9 +132,10 @@ def score(
     work: Path, voice: Path | None, url: str | None, texts: Sequence[str], seed: int, processes: int | None
 ) -> str:
     """Return a table in Markdown. What was heard is in work/heard.jsonl."""
-    todo = cases(texts, seed)
     if url is not None:
+        todo = cases(texts, seed, speakers_of(url))
         return table(todo, [hear_server(url, case) for case in todo])
+    todo = cases(texts, seed)
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=SPAWN) as pool:
         num = len(todo)
         heard = list(pool.map(hear, todo, [work / "pack"] * num, [voice] * num))

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ WAVES = 36  # parts whose samples the decoder learns
 FIRST_WAVES = 8  # parts that a GPU's training of the decoder waits for
 WAIT_S = 90.0  # longest wait for them; then it learns from the packed codes
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+COMPILE_S = 300.0  # shortest run on a CPU that compiles the decoder: a minute's work, which halves its steps
 RESTART_S = 30.0  # shortest time for which a failed training is started again
 LATE_S = 25.0  # time for a training to write its result after the end
 POOL_UTTERANCES, POOL_FRAMES = 400_000, 18_000_000
@@ -161,6 +163,8 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
         plan = replace(plan, batch=2, frames=8, log_s=0.5, room=5_000)
     if start.is_finished:
         plan = replace(plan, peak=plan.peak / 2)
+    if device.type == "cpu" and args.end - time.time() > COMPILE_S and shutil.which("g++"):
+        plan = replace(plan, is_compiled=not args.is_quick)
     sounds, coming = decoder.Sounds(plan, codebooks, device), Coming(scratch, "waves")
 
     def grow(sounds: decoder.Sounds) -> bool:
