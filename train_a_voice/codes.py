@@ -61,8 +61,8 @@ class Codebooks:
     def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int, rounds: int = 2) -> Codebooks:
         """Fit codebooks to mel [T, HOPS, BANDS] and voicing [T, HOPS].
 
-        K-means fits one level after the other to a sample of frames. Then each round fits all rows of all
-        levels to all frames, by least squares to the codes of a search, which leaves a smaller residual."""
+        K-means fits one level after the other to a sample of frames. Then each round searches codes of all
+        frames, and fits all rows of all levels to them by least squares. That leaves a smaller residual."""
         generator = torch.Generator().manual_seed(seed)
         points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
         rest, tables = points[torch.randperm(len(points), generator=generator)[:SAMPLE]], []
@@ -104,7 +104,7 @@ class Codebooks:
         """Return codes [N, levels] of points [N, D].
 
         The first code is the nearest centre. For the others a beam search keeps the BEAM best prefixes at
-        every level, which leaves a smaller residual than the nearest row of each level."""
+        every level. That leaves a smaller residual than the nearest row of each level."""
         return torch.cat([self._search(part) for part in points.split(2048)])
 
     def _search(self, points: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Codebooks:
         return rows
 
     def save(self, path: Path) -> None:
-        """Save with the rows in 16 bits. Whoever encodes and decodes reads this file."""
+        """Save with the rows in 16 bits. All encoding and decoding reads this file."""
         mel = self.mel.half().numpy()
         np.savez_compressed(path, mel=mel, shapes=self.shapes.numpy(), rest=self.rest.numpy())
 

@@ -1,7 +1,6 @@
-"""Flite (CMU, http://cmuflite.org; Debian's package `flite`) as a library: from text to phones and to the
-parameters that its voices are made of, at 16 kHz.
+"""Flite as a library: from text to phones and to the parameters of its voices, at 16 kHz.
 
-It needs only the shared objects in a directory.
+Flite is from CMU (http://cmuflite.org; Debian's package `flite`). Only its shared objects are needed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ GO_ON, STOP = 0, -1  # answers of a LISTENER
 
 @dataclass(frozen=True)
 class Utterance:
-    """What is said. Times are seconds after the utterance's first frame."""
+    """A text with its phones. Times are seconds after the utterance's first frame."""
 
     text: str
     phones: tuple[str, ...]

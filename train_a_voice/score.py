@@ -131,7 +131,7 @@ def hear_server(url: str, case: Case) -> dict[str, str]:
 def score(
     work: Path, voice: Path | None, url: str | None, texts: Sequence[str], seed: int, processes: int | None
 ) -> str:
-    """Return a table in Markdown. What was heard is in work/heard.jsonl."""
+    """Return a table in Markdown. All transcripts are written to work/heard.jsonl."""
     if url is not None:
         todo = cases(texts, seed, speakers_of(url))
         return table(todo, [hear_server(url, case) for case in todo])

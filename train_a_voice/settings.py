@@ -67,7 +67,7 @@ QUICK = Settings(
 
 
 def settings_of(codebooks: int) -> Settings:
-    """Return the sizes of a voice with so many codes a frame."""
+    """Return the sizes of a voice, given its codes a frame."""
     return QUICK if codebooks == QUICK.codebooks else FULL
 
 

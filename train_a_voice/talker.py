@@ -3,7 +3,7 @@
 The module is `zoo.qwen3_tts.model.Talker` itself. Here its blocks attend to a dense batch instead of pages.
 
 Three helpers, which are not part of the checkpoint, shorten the training. A head in each of two layers learns
-which byte is spoken next, a classifier on the second layer names the phones, and short utterances come first.
+which byte is spoken next. A classifier on the second layer names the phones. Short utterances come first.
 
 It reads its own draws. After the first part of the run, a share of a batch's frames are drawn from the
 talker's own predictions. So are many of the codes that the code predictor reads. The target of a code is the
@@ -242,7 +242,7 @@ def softness_of(codebooks: Codebooks) -> Tensor:
 
     The gain is the squared error that a level removes. With this softness a code with the mean gain is as
     likely as all SIZE codes together that gain nothing. A larger one would hide a fine level's code among
-    them: with 4 nat^2 everywhere, the target of the last level spreads over 277 of 512 codes."""
+    them. With 4 nat^2 at every level, the target of the last one spreads over 277 of 512 codes."""
     return (codebooks.rest[:-1] - codebooks.rest[1:]).clamp(min=1e-3) / math.log(SIZE)
 
 

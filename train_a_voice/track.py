@@ -2,8 +2,8 @@
 
 A row of a track (5 ms) holds the pitch (0 where unvoiced), an unused value, and pairs of mean and standard
 deviation: 25 mel cepstra and then their 25 deltas. Flite finds the smooth cepstra that fit all of them best,
-sharpens them, and filters pulses and noise with them. The filter's gain is all that a mel band needs. What
-the bands of the pulses and of the noise add is measured once, on a few waves: the speaker's colour.
+sharpens them, and filters pulses and noise with them. A mel band follows from the filter's gain. The pulses
+and the noise add a constant to each band, the speaker's colour, which is measured once on a few waves.
 
 Nothing here is random, so a text has one set of codes. A wave by flite has other noise in every speech.
 """
@@ -39,7 +39,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Colours:
-    """What flite's pulses and noise add to the filter's gain: [speakers, BANDS] each, in nats."""
+    """The bands of flite's pulses and noise, added to the filter's gain: [speakers, BANDS] each, in nats."""
 
     voiced: np.ndarray
     unvoiced: np.ndarray
@@ -56,8 +56,8 @@ class Colours:
 def smooth(mean: np.ndarray, std: np.ndarray, delta: np.ndarray, delta_std: np.ndarray) -> np.ndarray:
     """Return the values [T, D] that are the likeliest (maximum-likelihood parameter generation).
 
-    They are the least squares of (c[t] - mean[t]) / std[t] and of ((c[t + 1] - c[t - 1]) / 2 - delta[t]) /
-    delta_std[t], for all t with both neighbours. The equations join only t and t + 2, so elimination takes one
+    They are the least squares of (c[t] - mean[t]) / std[t] and ((c[t + 1] - c[t - 1]) / 2 - delta[t]) /
+    delta_std[t]. The first and the last row have no delta. The equations join only t and t + 2, so elimination takes one
     pass forwards and one backwards."""
     weight, slope = std**-2.0, delta_std[1:-1] ** -2.0 / 4
     diagonal, right = weight.copy(), weight * mean

@@ -30,7 +30,7 @@ from train_a_voice import checkpoint, decoder, sentences, sprint, talker, vocode
 from train_a_voice.align import Aligner
 from train_a_voice.codes import Codebooks
 from train_a_voice.lines import Lines
-from train_a_voice.pack import APART, PART, SPAWN, make_lines
+from train_a_voice.pack import APART, SPAWN, make_lines
 from train_a_voice.pool import Noise, Pool
 from train_a_voice.settings import FULL, QUICK, Settings, codec_config
 from zoo.qwen3_tts import describe
@@ -39,8 +39,9 @@ from zoo.qwen3_tts.model import Talker
 
 SEED = 2  # of the sentences that are made there
 NUM_MORE = 400_000  # most sentences that are made there
-WAVES = 36  # parts whose samples the decoder learns
-FIRST_WAVES = 8  # parts that a GPU's training of the decoder waits for
+MORE = 200  # sentences of a part; an even number, so the speakers' turns go on
+WAVES = 48  # parts whose samples the decoder learns: 400,000 frames
+FIRST_WAVES = 12  # parts that a GPU's training of the decoder waits for
 WAIT_S = 90.0  # longest wait for them; then it learns from the packed codes
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 COMPILE_S = 300.0  # shortest run on a CPU that compiles the decoder: a minute's work, which halves its steps
@@ -60,7 +61,7 @@ def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
         archive.extractall(scratch / "flite", filter="data")
     raw = scratch / "lexicon.txt"
     raw.write_bytes(lzma.decompress((folder / "lexicon.xz").read_bytes()))
-    size = 20 if args.is_quick else PART
+    size = 20 if args.is_quick else MORE
     number = 2 * size if args.is_quick else NUM_MORE
     texts = sentences.generate(number, sentences.Lexicon.load(raw), args.seed, APART)
     began_s, done = time.time(), 0
@@ -97,7 +98,7 @@ class Coming:
 
 
 class Begin:
-    """Where a run begins: anew, where another one stopped, or with the parameters of a finished one."""
+    """The beginning of a run: anew, where another one stopped, or with the parameters of a finished one."""
 
     def __init__(self, path: Path | None):
         self.state = None if path is None else torch.load(path, weights_only=True)
@@ -149,7 +150,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
         sprint.Clock(args.end, start.share),
         sprint.Log(args.out / "talker_log.jsonl"),
         args.out / "talker.pt",
-        lambda pool: sum(pool.add(Lines.load(path), pool.count) for path in coming(8)),
+        lambda pool: sum(pool.add(Lines.load(path), pool.count) for path in coming(20)),
         records=not args.no_graphs,
         begin=lambda: start.load(training),
     )
@@ -222,7 +223,7 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
             )
 
     programs = {role: start(role) for role in ("more", *ROLES)}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the programs below end, too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the programs end, too
     try:
         while any(programs[role].poll() is None for role in ROLES) and time.time() < args.end + LATE_S:
             time.sleep(0.2)
@@ -237,6 +238,7 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
                 is_ours = state.exists() and state.stat().st_mtime > began_s
                 programs[role] = start(role, "--no-graphs", *(begin if is_ours else []))
     finally:
+        signal.signal(signal.SIGTERM, before)
         for program in programs.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)  # and the processes that make speech
