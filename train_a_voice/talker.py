@@ -12,9 +12,9 @@ and must not compensate for it.
 
 It learns how far codes lie apart. If a talker is unsure, many codes of a fine level are about equally likely.
 Most of them make things worse, because a row is longer than the residual. So the target is a distribution
-over all codes by the residual that each leaves: q = exp(-far / softness) / sum. The loss is KL(p || q) in this
-order: if many q are possible, p becomes the one of their mean distances. The likeliest code is then the one
-with the smallest expected residual, which may be the one that adds nothing.
+over all codes by the residual that each leaves: q = exp(-far / softness) / sum. The loss is KL(p || q) in
+this order: if many q are possible, p becomes the one of their mean distances. The likeliest code is then the
+one with the smallest expected residual, which may be the one that adds nothing.
 """
 
 from __future__ import annotations

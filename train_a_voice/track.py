@@ -57,8 +57,8 @@ def smooth(mean: np.ndarray, std: np.ndarray, delta: np.ndarray, delta_std: np.n
     """Return the values [T, D] that are the likeliest (maximum-likelihood parameter generation).
 
     They are the least squares of (c[t] - mean[t]) / std[t] and ((c[t + 1] - c[t - 1]) / 2 - delta[t]) /
-    delta_std[t]. The first and the last row have no delta. The equations join only t and t + 2, so elimination takes one
-    pass forwards and one backwards."""
+    delta_std[t]. The first and the last row have no delta. The equations join only t and t + 2, so one pass forwards
+    and one backwards solve them."""
     weight, slope = std**-2.0, delta_std[1:-1] ** -2.0 / 4
     diagonal, right = weight.copy(), weight * mean
     diagonal[2:] += slope

@@ -38,8 +38,8 @@ from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
 
 SEED = 2  # of the sentences that are made there
-NUM_MORE = 400_000  # most sentences that are made there
 MORE = 200  # sentences of a part; an even number, so the speakers' turns go on
+MOST_PARTS = 2_000  # their seeds differ, and are above those of the packed folder
 WAVES = 48  # parts whose samples the decoder learns: 400,000 frames
 FIRST_WAVES = 12  # parts that a GPU's training of the decoder waits for
 WAIT_S = 90.0  # longest wait for them; then it learns from the packed codes
@@ -61,18 +61,18 @@ def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
         archive.extractall(scratch / "flite", filter="data")
     raw = scratch / "lexicon.txt"
     raw.write_bytes(lzma.decompress((folder / "lexicon.xz").read_bytes()))
-    size = 20 if args.is_quick else MORE
-    number = 2 * size if args.is_quick else NUM_MORE
-    texts = sentences.generate(number, sentences.Lexicon.load(raw), args.seed, APART)
+    lexicon = sentences.Lexicon.load(raw)
+    size, number = (20, 2) if args.is_quick else (MORE, MOST_PARTS)
     began_s, done = time.time(), 0
     with ProcessPoolExecutor(args.processes, mp_context=SPAWN) as pool:
         waiting = set()
-        for index in range(number // size):
+        for index in range(number):
+            texts = sentences.generate(size, lexicon, MOST_PARTS * args.seed + index, APART)
             name = f"{index:05d}.np"
             wave = scratch / "waves" / f"{name}y" if index < WAVES else None
-            piece, path = texts[index * size : (index + 1) * size], scratch / "lines" / f"{name}z"
-            waiting.add(pool.submit(make_lines, piece, path, folder, scratch / "flite", wave))
-            if len(waiting) == 2 * args.processes or index + 1 == number // size:
+            path = scratch / "lines" / f"{name}z"
+            waiting.add(pool.submit(make_lines, texts, path, folder, scratch / "flite", wave))
+            if len(waiting) == 2 * args.processes or index + 1 == number:
                 ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 done += sum(one.result() for one in ready)
                 print(f"{done} more sentences, {time.time() - began_s:.0f} s", flush=True)
