@@ -90,7 +90,9 @@ class Codebooks:
     def _fitted(self, points: Tensor, codes: Tensor) -> Tensor:
         levels = len(self.mel)
         rows = codes + SIZE * torch.arange(levels)  # [T, levels], rows of the concatenated tables
-        rest = (points - self.mel.flatten(0, 1)[rows].sum(1)).double()
+        rest = points.double()
+        for level in range(levels):
+            rest -= self.mel[level, codes[:, level]]
         pairs = (rows[:, :, None] * levels * SIZE + rows[:, None]).flatten()
         together = torch.bincount(pairs, minlength=(levels * SIZE) ** 2).double().view(levels * SIZE, -1)
         together.diagonal().add_(RIDGE)
