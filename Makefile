@@ -38,7 +38,10 @@ rehearse: $(VENV)/.installed
 	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4 --dist loadgroup
 
 voice: $(VENV)/.installed
-	$(BIN)/python -m train_a_voice all voice
+	$(BIN)/python -m train_a_voice pack voice
+	$(BIN)/python -m train_a_voice train voice/pack voice/trained --minutes 180 --processes 1
+	$(BIN)/python -m train_a_voice export voice/trained voice/checkpoint
+	$(BIN)/python -m train_a_voice score voice voice/checkpoint
 
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)

@@ -6,7 +6,7 @@ along them, repeated a few times. So training can tell the talker which byte it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -99,20 +99,6 @@ class Aligner:
             (np.zeros(start, np.int64), owner, np.full(len(utterance.phones) - stop, len(text)))
         )
         names = np.array([self.phones[phone] for phone in utterance.phones])
-        middle = (np.arange(-(-utterance.num_samples * 3 // 2 // FRAME)) + 0.5) * FRAME_S
+        middle = (np.arange(utterance.num_frames) + 0.5) * FRAME_S
         at = np.searchsorted(np.array(utterance.ends_s[:-1]), middle, side="right")
         return owner[at], names[at]
-
-
-def align(
-    utterances: Sequence[Utterance], progress: Callable[[int], None]
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Return bytes and phones of each utterance's frames, and the number of phones."""
-    aligner = Aligner(utterances)
-    spoken, phones = [], []
-    for i, utterance in enumerate(utterances):
-        byte, phone = aligner.frames(utterance)
-        spoken.append(byte)
-        phones.append(phone)
-        progress(i + 1)
-    return spoken, phones, len(aligner.phones)

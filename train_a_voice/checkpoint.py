@@ -1,4 +1,4 @@
-"""Write the voice in the published layout: a custom_voice model with one voice, and bytes as its text."""
+"""Write the voices in the published layout: a custom_voice model with two voices, and bytes as its text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from train_a_voice.codes import SIZE
+from train_a_voice.flite import SPEAKERS
 from train_a_voice.settings import Settings, codec_config
 from zoo.nn.linear import Parted
 from zoo.qwen3_tts import demo, describe, weights
@@ -20,9 +21,9 @@ from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.vocabulary import SPECIAL, tokenizer_config
 from zoo.text.bpe import byte_symbols
 
-VOICE, VOICE_ID, LANGUAGE = "slt", 3000, "english"
+FIRST_ID, LANGUAGE = 3000, "english"  # the speakers' ids count up from the first
 ASSISTANT = 256 + len(SPECIAL)  # has its own text row: the vocabulary has single bytes only
-MAX_FRAMES = 190  # a third of it is the longest piece of a text: 5 s, the longest utterance in training
+MAX_FRAMES = 375  # a third of it is the longest piece of a text: 10 s, about the longest in training
 CONTROL_SHIFT = 2048 - SIZE  # offset of the published ids that are not codes
 SAMPLING = {
     "temperature": 0.2,
@@ -66,8 +67,8 @@ def root_config(settings: Settings) -> dict[str, Any]:
         "text_vocab_size": ASSISTANT + 1,
         "vocab_size": SIZE + 1024,
         "codec_language_id": {LANGUAGE: talker["codec_language_id"][LANGUAGE] - CONTROL_SHIFT},
-        "spk_id": {VOICE: VOICE_ID - CONTROL_SHIFT},
-        "spk_is_dialect": {VOICE: False},
+        "spk_id": {name: FIRST_ID - CONTROL_SHIFT + i for i, name in enumerate(SPEAKERS)},
+        "spk_is_dialect": dict.fromkeys(SPEAKERS, False),
     }
     talker["rope_scaling"]["mrope_section"] = [settings.talker["head_dim"] // 2 - 2 * third, third, third]
     for name in demo.CONTROL:

@@ -8,7 +8,7 @@ codebook collapses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
 SIZE = 512  # rows of every codebook
 SHAPES = SIZE // NUM_CYCLES
 ROUNDS = 12
+SAMPLE = 60 * SIZE  # frames for k-means
 BEAM = 8
 RIDGE = 3.0  # weight of a row's old value in a fit, in frames
 
@@ -50,53 +51,48 @@ def nearest(points: Tensor, centres: Tensor) -> Tensor:
 class Codebooks:
     mel: Tensor  # [levels, SIZE, HOPS * BANDS]; the mean is part of the first level
     shapes: Tensor  # [SHAPES, HOPS], voicing
+    rest: Tensor  # [levels], squared length of what a frame lacks after each level, nat^2
 
     @property
     def count(self) -> int:
         return len(self.mel) + 1
 
     @classmethod
-    def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int) -> Codebooks:
-        """Fit codebooks to mel [T, HOPS, BANDS] and voicing [T, HOPS]."""
+    def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int, rounds: int = 2) -> Codebooks:
+        """Fit codebooks to mel [T, HOPS, BANDS] and voicing [T, HOPS].
+
+        K-means fits one level after the other to a sample of frames. Then each round searches codes of all
+        frames, and fits all rows of all levels to them by least squares. That leaves a smaller residual."""
         generator = torch.Generator().manual_seed(seed)
-        rest = torch.from_numpy(mel.reshape(len(mel), -1)).float()
-        tables = []
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        rest, tables = points[torch.randperm(len(points), generator=generator)[:SAMPLE]], []
         for _ in range(levels):
             tables.append(k_means(rest, SIZE, generator))
             rest = rest - tables[-1][nearest(rest, tables[-1])]
-        shapes = k_means(torch.tensor(voicing), SHAPES, generator)
-        return cls(torch.stack(tables), shapes)
+        shapes = k_means(torch.tensor(voicing[:SAMPLE]), SHAPES, generator)
+        books = cls(torch.stack(tables), shapes, torch.zeros(levels))
+        for _ in range(rounds):
+            books = replace(books, mel=books._fitted(points, books.search(points)))
+        codes = books.search(points)
+        lengths = []
+        for level in range(levels):
+            points = points - books.mel[level, codes[:, level]]
+            lengths.append(points.square().sum(1).mean())
+        return replace(books, rest=torch.stack(lengths))
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
         """Return codes [T, levels + 1], int16."""
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # distances are small differences of large numbers
-        points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
-        codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
-        torch.set_float32_matmul_precision(precision)
-        shape = nearest(torch.tensor(voicing), self.shapes.cpu())
+        codes = self.search(torch.from_numpy(mel.reshape(len(mel), -1)).float())
+        shape = nearest(torch.tensor(voicing), self.shapes)
         tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
         return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
-
-    def to(self, device: torch.device) -> Codebooks:
-        return Codebooks(self.mel.to(device), self.shapes.to(device))
-
-    def refined(self, mel: np.ndarray, rounds: int = 3) -> Codebooks:
-        """Return codebooks with a smaller residual for mel [T, HOPS, BANDS].
-
-        Each round fits all rows of all levels by least squares to the current codes, then searches the codes
-        again."""
-        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
-        books = self
-        for _ in range(rounds):
-            codes = torch.cat([books._search(part) for part in points.split(2048)])  # [T, levels]
-            books = Codebooks(books._fitted(points, codes), self.shapes)
-        return books
 
     def _fitted(self, points: Tensor, codes: Tensor) -> Tensor:
         levels = len(self.mel)
         rows = codes + SIZE * torch.arange(levels)  # [T, levels], rows of the concatenated tables
-        rest = (points - self.mel.flatten(0, 1)[rows].sum(1)).double()
+        rest = points.double()
+        for level in range(levels):
+            rest -= self.mel[level, codes[:, level]]
         pairs = (rows[:, :, None] * levels * SIZE + rows[:, None]).flatten()
         together = torch.bincount(pairs, minlength=(levels * SIZE) ** 2).double().view(levels * SIZE, -1)
         together.diagonal().add_(RIDGE)
@@ -106,11 +102,14 @@ class Codebooks:
         change = torch.cholesky_solve(sums, torch.linalg.cholesky(together))
         return self.mel + change.float().view_as(self.mel)
 
-    def _search(self, points: Tensor) -> Tensor:
+    def search(self, points: Tensor) -> Tensor:
         """Return codes [N, levels] of points [N, D].
 
         The first code is the nearest centre. For the others a beam search keeps the BEAM best prefixes at
-        every level, which leaves a smaller residual than the nearest row of each level."""
+        every level. That leaves a smaller residual than the nearest row of each level."""
+        return torch.cat([self._search(part) for part in points.split(2048)])
+
+    def _search(self, points: Tensor) -> Tensor:
         codes = nearest(points, self.mel[0])[:, None, None]  # [N, prefixes, levels so far]
         rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, prefixes, D]
         for table in self.mel[1:]:
@@ -125,15 +124,38 @@ class Codebooks:
     def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return mel [T, HOPS, BANDS], cycles [T] and voicing [T, HOPS] of codes [T, K]."""
         index = torch.from_numpy(codes.astype(np.int64))
-        mel = sum(table[index[:, k]] for k, table in enumerate(self.mel))
-        assert isinstance(mel, Tensor)
+        mel = self.mel[torch.arange(len(self.mel)), index[:, :-1]].sum(1)
         tone = index[:, -1]
         cycles = (tone // SHAPES + MIN_CYCLES).numpy()
-        return mel.reshape(-1, HOPS, BANDS).numpy(), cycles, self.shapes[tone % SHAPES].numpy()
+        return mel.view(-1, HOPS, BANDS).numpy(), cycles, self.shapes[tone % SHAPES].numpy()
+
+    def meanings(self, width: int) -> Tensor:
+        """Return rows [K, SIZE, width] whose sum over a frame's codes describes the frame.
+
+        They hold principal components of the log mel spectrogram, then one-hot cycles and voicing as far as
+        there is room."""
+        levels = len(self.mel)
+        tone = torch.cat(
+            (torch.eye(NUM_CYCLES).repeat_interleave(SHAPES, 0), self.shapes.repeat(NUM_CYCLES, 1)), 1
+        )
+        room = min(tone.shape[1], width // 4)
+        first = self.mel[0]
+        _, spread, axes = torch.linalg.svd(first - first.mean(0), full_matrices=False)
+        axes = axes[: width - room]
+        scale = (spread[: len(axes)] / len(first) ** 0.5).clamp(min=0.1) ** -0.5  # halfway to whitening
+        rows = torch.zeros(levels + 1, SIZE, width)
+        rows[0, :, : len(axes)] = (first - first.mean(0)) @ axes.T * scale
+        rows[1:levels, :, : len(axes)] = self.mel[1:] @ axes.T * scale
+        mix = torch.randn(tone.shape[1], room, generator=torch.Generator().manual_seed(0)) * room**-0.5
+        rows[levels, :, len(axes) :] = (tone if room == tone.shape[1] else tone @ mix) * 2
+        return rows
 
     def save(self, path: Path) -> None:
-        torch.save({"mel": self.mel, "shapes": self.shapes}, path)
+        """Save with the rows in 16 bits. All encoding and decoding reads this file."""
+        mel = self.mel.half().numpy()
+        np.savez_compressed(path, mel=mel, shapes=self.shapes.numpy(), rest=self.rest.numpy())
 
     @classmethod
     def load(cls, path: Path) -> Codebooks:
-        return cls(**torch.load(path, weights_only=True))
+        kept = np.load(path)
+        return cls(*(torch.from_numpy(kept[name]).float() for name in ("mel", "shapes", "rest")))

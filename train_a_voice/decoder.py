@@ -1,24 +1,28 @@
 """Train the decoder: from codes to the samples that `vocoder` makes of the same speech.
 
 The module is `zoo.qwen3_tts.codec.Decoder` itself, with replacements that can be trained: a state of zeros,
-and activations and codebooks with a gradient. They compute the same function (tests/train_a_voice).
+and activations and codebooks with a gradient. They compute the same function (tests/train_a_voice). Codes and
+samples lie in the device's memory and may still grow.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from train_a_voice.codes import SHAPES, Codebooks
-from train_a_voice.features import FRAME, RATE_HZ
-from train_a_voice.job import Job, Losses, Schedule
-from train_a_voice.job import train as job_train
-from train_a_voice.vocoder import NUM_CYCLES
+from train_a_voice import vocoder
+from train_a_voice.codes import Codebooks
+from train_a_voice.features import FRAME, RATE_HZ, TOP_HZ
+from train_a_voice.sprint import Clock, Log, Losses, Step, optimiser_of, run
+from train_a_voice.track import Features
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
@@ -30,7 +34,6 @@ SKIP = 2  # frames at the start of a crop that are not scored, because they lack
 # Coefficients of t^2k whose sum is sin(pi t)^2 to 4e-7 for t from -1/2 to 1/2: a least-squares fit
 SINE = (3.946088e-07, 9.869490177882, -32.464328710517, 42.635810767153, -29.395246060075, 10.535552813831)
 SCALES = ((1024, 240), (512, 120), (256, 60))  # window and hop of the loss, samples
-TOP_HZ = 8_000
 
 
 class Fresh(CodecState):
@@ -47,13 +50,15 @@ class Fresh(CodecState):
 class Ripple(SnakeBeta):
     """Snake with a gradient: the same function and parameters. zoo.nn.snake's operator has no gradient.
 
-    The square of the sine is a polynomial, because sine and cosine take 1.6 times as long."""
+    On a CPU the square of the sine is a polynomial, because sine and cosine take 1.6 times as long."""
 
     def __init__(self, snake: SnakeBeta):
         nn.Module.__init__(self)
         self.alpha, self.beta = snake.alpha, snake.beta
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return x + (x * self.alpha.exp()[:, None]).sin().square() / (self.beta.exp()[:, None] + 1e-9)
         turns = x * (self.alpha.exp() / math.pi)[:, None]
         square = (turns - turns.round()).square()
         ripple = torch.full_like(square, SINE[-1])
@@ -117,31 +122,9 @@ def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
     quantizer = decoder.quantizer
     nn.init.ones_(quantizer.usage)
     quantizer.usage.requires_grad_(False)
-    quantizer.sums.copy_(meanings(codebooks, quantizer.sums.shape[1]).flatten(0, 1))
+    quantizer.sums.copy_(codebooks.meanings(quantizer.sums.shape[1]).flatten(0, 1))
     # all levels belong to one sum, so they are projected in the same way
     quantizer.rest_out.weight.copy_(quantizer.first_out.weight)
-
-
-def meanings(codebooks: Codebooks, width: int) -> Tensor:
-    """Return rows [K, SIZE, width] whose sum over a frame's codes describes the frame.
-
-    They hold principal components of the log mel spectrogram, then one-hot cycles and voicing as far as there
-    is room."""
-    levels, size, _ = codebooks.mel.shape
-    tone = torch.cat(
-        (torch.eye(NUM_CYCLES).repeat_interleave(SHAPES, 0), codebooks.shapes.repeat(NUM_CYCLES, 1)), 1
-    )
-    room = min(tone.shape[1], width // 4)
-    first = codebooks.mel[0]
-    _, spread, axes = torch.linalg.svd(first - first.mean(0), full_matrices=False)
-    axes = axes[: width - room]
-    scale = (spread[: len(axes)] / len(first) ** 0.5).clamp(min=0.1) ** -0.5  # halfway to whitening
-    rows = torch.zeros(levels + 1, size, width)
-    rows[0, :, : len(axes)] = (first - first.mean(0)) @ axes.T * scale
-    rows[1:levels, :, : len(axes)] = codebooks.mel[1:] @ axes.T * scale
-    mix = torch.randn(tone.shape[1], room, generator=torch.Generator().manual_seed(0)) * room**-0.5
-    rows[levels, :, len(axes) :] = (tone if room == tone.shape[1] else tone @ mix) * 2
-    return rows
 
 
 # --- the loss ---
@@ -211,52 +194,122 @@ class Loss(nn.Module):
         return far + self.level_weight * level, far.detach(), level.detach()
 
 
-# --- the run ---
+# --- the data ---
 
 
-def crop(codes: np.ndarray, wave: np.ndarray, batch: int, frames: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return crops [B, F, K] of the codes [T, K] and [B, F * FRAME] of the int16 samples [T * FRAME]."""
-    starts = np.random.default_rng(step).integers(0, len(codes) - frames, batch)
-    some = np.stack([codes[s : s + frames] for s in starts]).astype(np.int64)
-    heard = np.stack([wave[s * FRAME : (s + frames) * FRAME] for s in starts])
-    return torch.from_numpy(some), torch.from_numpy(heard.astype(np.float32) / 32768)
+def target(found: Features, codebooks: Codebooks) -> np.ndarray:
+    """Return int16 samples [T * FRAME]: the true mel spectrogram with the codes' pitch and voicing."""
+    shapes = codebooks.shapes.numpy()
+    shape = (found.voicing @ shapes.T - (shapes**2).sum(1) / 2).argmax(1)
+    return to_int16(vocoder.speak(found.mel, found.cycles, shapes[shape]))
 
 
-PEAK, WARMUP = 1e-3, 80  # learning rate, steps
+def to_int16(samples: np.ndarray) -> np.ndarray:
+    return (np.clip(samples, -1, 1) * 32767).astype("<i2")
 
 
 @dataclass(frozen=True)
 class Plan:
-    batch: int = 4
-    frames: int = 16
-    decay: float = 0.999  # of the running average
-    log_every: int = 50
-    is_compiled: bool = True
+    peak: float = 1.5e-3
+    warmup: int = 150
+    batch: int = 32
+    frames: int = 18
+    coarse: float = 0.3  # share of crops in which the last levels add nothing, as for a talker that is unsure
+    room: int = 400_000  # frames
     dtype: torch.dtype = torch.bfloat16  # of convolutions and matrix products
+    log_s: float = 5.0
+    is_compiled: bool = False
+
+
+# A step takes .8 s of a core, or .4 s compiled.
+ON_CPU: dict[str, Any] = {"peak": 1e-3, "warmup": 80, "batch": 4, "frames": 16, "log_s": 30.0}
+
+
+class Sounds:
+    """Concatenated frames of codes and samples, with room for more."""
+
+    def __init__(self, plan: Plan, codebooks: Codebooks, device: torch.device):
+        self.codes = torch.zeros(plan.room, codebooks.count, dtype=torch.int16, device=device)
+        self.short = codebooks.mel.square().sum(2).argmin(1).to(device)  # [levels], the code that adds least
+        self.coarse = plan.coarse
+        self.wave = torch.zeros(plan.room, FRAME, dtype=torch.int16, device=device)
+        self.num = 0
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # `num` on the device
+
+    def add(self, codes: np.ndarray, wave: np.ndarray) -> None:
+        """Add codes [T, K] and int16 wave [T * FRAME], as far as there is room."""
+        num = min(len(codes), len(self.codes) - self.num)
+        into = slice(self.num, self.num + num)
+        self.codes[into] = torch.from_numpy(codes[:num]).to(self.codes.device)
+        self.wave[into] = torch.from_numpy(wave.reshape(-1, FRAME)[:num].copy()).to(self.wave.device)
+        self.num += num
+        self.count.fill_(self.num)
+
+    def crop(self, batch: int, frames: int) -> tuple[Tensor, Tensor]:
+        """Return codes [B, F, K] and samples [B, F * FRAME] of crops at random positions."""
+        starts = (torch.rand(batch, device=self.codes.device) * (self.count - frames)).long()
+        at = starts[:, None] + torch.arange(frames, device=starts.device)
+        codes = self.codes[at].long()
+        levels = torch.arange(len(self.short), device=at.device)
+        draws = torch.rand(2, batch, 1, 1, device=at.device)
+        kept = (2 + draws[0] * (len(levels) - 2)).floor()  # number of levels that are kept, from two on
+        is_short = (draws[1] < self.coarse) & (levels >= kept)  # [B, 1, levels]
+        codes[..., :-1] = torch.where(is_short, self.short, codes[..., :-1])
+        return codes, self.wave[at].flatten(1).float() / 32768
+
+
+# --- the run ---
 
 
 def train(
     decoder: Decoder,
     codebooks: Codebooks,
-    codes: np.ndarray,
-    wave: np.ndarray,
-    job: Job,
+    sounds: Sounds,
     plan: Plan,
-    schedule: Schedule,
-) -> None:
-    """Train on the concatenated codes [T, K] and int16 wave [T * FRAME] of all utterances."""
+    clock: Clock,
+    log: Log,
+    path: Path,
+    grow: Callable[[Sounds], bool],
+    *,
+    records: bool = True,
+    begin: Callable[[], None] = lambda: None,
+    most_steps: int | None = None,
+) -> int:
+    """Train until the clock ends. Return the number of steps. grow: adds new sounds when called."""
+    device = sounds.codes.device
     trainable(decoder)
     initialise(decoder, codebooks)
-    learned = [p for p in decoder.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(learned, betas=(0.9, 0.98), fused=True)
-    measure = Loss()
+    begin()
+    decoder.to(device)
+    optimiser = optimiser_of([p for p in decoder.parameters() if p.requires_grad], device, 0.0)
+    measure = Loss().to(device)
+    measure.scales = [scale.to(device) for scale in measure.scales]
     forward = torch.compile(samples, dynamic=False) if plan.is_compiled else samples
 
-    def compute(step: int) -> tuple[Tensor, Losses]:
-        some, target = crop(codes, wave, plan.batch, plan.frames, step)
-        with torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32):
-            made = forward(decoder, some)
+    def compute() -> tuple[Tensor, Losses]:
+        codes, target = sounds.crop(plan.batch, plan.frames)
+        with torch.autocast(device.type, plan.dtype, enabled=plan.dtype != torch.float32):
+            made = forward(decoder, codes)
         loss, far, level = measure(made.float(), target)
         return loss, {"loss": loss, "far": far, "level": level}
 
-    job_train(job, decoder, optimiser, schedule, plan.decay, plan.log_every, compute)
+    step = Step(decoder, optimiser, compute)
+
+    def between(number: int, share: float) -> dict[str, Any]:
+        grow(sounds)
+        return {"frames": sounds.num}
+
+    return run(
+        decoder,
+        optimiser,
+        lambda number, share: step,
+        clock,
+        log,
+        path,
+        peak=plan.peak,
+        warmup=plan.warmup,
+        records=records and device.type == "cuda",
+        log_s=plan.log_s,
+        between=between,
+        most_steps=most_steps,
+    )

@@ -1,4 +1,4 @@
-"""The data that a talker learns from: texts, codes, and the byte and phone of each frame.
+"""The data that a talker learns from: texts and their speakers, codes, and the byte and phone of each frame.
 
 Packed, a frame takes ten bytes, so sixty thousand sentences can move to another machine.
 """
@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from train_a_voice.align import Aligner
-from train_a_voice.codes import SIZE, Codebooks
-from train_a_voice.forge import Part
+from train_a_voice.codes import SIZE
 
 BITS = 9  # per code
 assert 1 << BITS == SIZE
@@ -26,28 +24,20 @@ class Lines:
     """Utterances. Utterance u has frames edges[u] to edges[u + 1]."""
 
     texts: list[str]
+    speakers: np.ndarray  # [U] uint8, index into flite.SPEAKERS
     edges: np.ndarray  # [U + 1]
     codes: np.ndarray  # [T, K] int16
     spoken: np.ndarray  # [T] uint8, byte of the text
     phones: np.ndarray  # [T] uint8
 
     @classmethod
-    def of(cls, part: Part, codes: np.ndarray, aligner: Aligner) -> Lines:
-        """Return the lines of a part; codes [T, K] are those of its frames."""
-        spoken, phones = [], []
-        for utterance, num in zip(part.utterances(), np.diff(part.edges), strict=True):
-            found = aligner.frames(utterance)
-            # Rounding may differ by a frame at the end of an utterance.
-            byte, phone = (np.pad(x, (0, max(0, num - len(x))), mode="edge")[:num] for x in found)
-            spoken.append(byte.astype(np.uint8))
-            phones.append(phone.astype(np.uint8))
-        return cls(part.texts, part.edges, codes, np.concatenate(spoken), np.concatenate(phones))
-
-    @classmethod
     def join(cls, parts: Sequence[Lines]) -> Lines:
         lengths = np.concatenate([np.diff(part.edges) for part in parts])
+        speakers = np.concatenate([part.speakers for part in parts])
         frames = (np.concatenate([getattr(p, name) for p in parts]) for name in ("codes", "spoken", "phones"))
-        return cls([text for part in parts for text in part.texts], np.cumsum([0, *lengths]), *frames)
+        return cls(
+            [text for part in parts for text in part.texts], speakers, np.cumsum([0, *lengths]), *frames
+        )
 
     def first(self, count: int) -> Lines:
         """Return the first `count` utterances."""
@@ -55,6 +45,7 @@ class Lines:
         end = int(self.edges[count])
         return Lines(
             self.texts[:count],
+            self.speakers[:count],
             self.edges[: count + 1],
             self.codes[:end],
             self.spoken[:end],
@@ -70,6 +61,7 @@ class Lines:
         bits = np.unpackbits(mel.view(np.uint8).reshape(*mel.shape, 2), axis=2)[:, :, -BITS:]
         parts: dict[str, Any] = {
             "texts": squeeze("\n".join(self.texts).encode()),
+            "speakers": squeeze(self.speakers.tobytes()),
             "lengths": squeeze(np.diff(self.edges).astype("<u2").tobytes()),
             "shape": np.array(self.codes.shape),
             "mel": np.packbits(bits.reshape(-1)),
@@ -97,13 +89,9 @@ class Lines:
         edges = np.concatenate(([0], np.cumsum(np.frombuffer(raw["lengths"], "<u2").astype(np.int64))))
         spoken = np.cumsum(np.frombuffer(raw["spoken"], np.uint8), dtype=np.uint8)
         phones = np.frombuffer(raw["phones"], np.uint8)
-        return cls(raw["texts"].decode().split("\n"), edges, codes, spoken, phones)
+        speakers = np.frombuffer(raw["speakers"], np.uint8)
+        return cls(raw["texts"].decode().split("\n"), speakers, edges, codes, spoken, phones)
 
 
 def squeeze(raw: bytes) -> np.ndarray:
     return np.frombuffer(lzma.compress(raw, preset=6), np.uint8)
-
-
-def of_part(part: Part, codebooks: Codebooks, aligner: Aligner) -> Lines:
-    codes = codebooks.encode(part.mel.astype(np.float32), part.cycles, part.voicing.astype(np.float32))
-    return Lines.of(part, codes, aligner)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from train_a_voice import checkpoint
 from train_a_voice.codes import SIZE, Codebooks
+from train_a_voice.flite import SPEAKERS
 from train_a_voice.lines import Lines
 from zoo.check import check
 from zoo.qwen3_tts import describe
@@ -37,7 +38,7 @@ class Frame:
     beside: int
 
     @classmethod
-    def of(cls, texts: Path, language: str | None) -> Frame:
+    def of(cls, texts: Path, voice: str, language: str | None) -> Frame:
         """Return the frame that the served model's own prompt writer puts around a byte.
 
         texts: the checkpoint's JSON files."""
@@ -45,7 +46,7 @@ class Frame:
         writer = PromptWriter(config, texts, None)
 
         def write(text: str) -> np.ndarray:
-            request = Request(text=text, language=language)
+            request = Request(text=text, voice=voice, language=language)
             return np.array(writer(request, check(request, spec)).pairs)
 
         pairs = write("a")
@@ -95,9 +96,12 @@ class Pool:
     def __init__(self, texts: Path, codebooks: Codebooks, device: torch.device, utterances: int, frames: int):
         """Allocate room for a number of utterances and frames."""
         self.device, self.count, self.num_frames, self.num_pairs = device, 0, 0, 0
-        self.frames_of = (Frame.of(texts, None), Frame.of(texts, checkpoint.LANGUAGE))
-        self.pad = int(self.frames_of[0].after[-1, 0])  # tts_pad, as at the prompt's last position
-        room = utterances * (len(self.frames_of[1].before) + len(self.frames_of[1].after)) + 2 * frames
+        languages = (None, checkpoint.LANGUAGE)
+        # by speaker and language
+        self.frames_of = [[Frame.of(texts, voice, language) for language in languages] for voice in SPEAKERS]
+        longest = self.frames_of[0][1]
+        self.pad = int(longest.after[-1, 0])  # tts_pad, as at the prompt's last position
+        room = utterances * (len(longest.before) + len(longest.after)) + 2 * frames
         self.pairs = torch.zeros(room, 2, dtype=torch.int16, device=device)
         self.codes = torch.zeros(frames, codebooks.count, dtype=torch.int16, device=device)
         self.spoken, self.phones = (torch.zeros(frames, dtype=torch.uint8, device=device) for _ in range(2))
@@ -112,7 +116,7 @@ class Pool:
         room = self.codes.shape[0] - self.num_frames
         count = min(len(lines.texts), len(self.lengths) - self.count)
         count = min(count, int(np.searchsorted(lines.edges, room, side="right")) - 1)
-        frames = [self.frames_of[int(rng.random() < 0.5)] for _ in range(count)]
+        frames = [self.frames_of[speaker][int(rng.random() < 0.5)] for speaker in lines.speakers[:count]]
         prompts = [frame.around(text) for frame, text in zip(frames, lines.texts, strict=False)]
         if not prompts:
             return 0

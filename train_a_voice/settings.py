@@ -1,4 +1,4 @@
-"""Sizes of the voice, and of a trial run that goes through every step in minutes."""
+"""Sizes of the voice, and of a trial run that goes through every step in a minute."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from zoo.qwen3_tts import demo
 @dataclass(frozen=True)
 class Settings:
     num_sentences: int
-    num_decoder_sentences: int  # first sentences, whose waveforms the decoder learns
     num_code_sentences: int  # first sentences, to which the codebooks are fitted
     mel_levels: int
     decoder: dict[str, Any]  # changes to the published decoder_config
     talker: dict[str, int]  # hidden, inner, layers, heads, head_dim
     depth: dict[str, int]
-    decoder_steps: int  # for `all`
-    talker_steps: int
-    anneal_steps: int
 
     @property
     def codebooks(self) -> int:
@@ -51,8 +47,7 @@ def _stack(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> d
 
 
 FULL = Settings(
-    num_sentences=33_000,
-    num_decoder_sentences=5_000,
+    num_sentences=46_500,
     num_code_sentences=3_000,
     mel_levels=8,
     # The published rates are 8, 5, 4, 3. These have fewer samples at the layers with more channels, so they
@@ -60,22 +55,20 @@ FULL = Settings(
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
     talker=_stack(192, 448, 6, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
-    decoder_steps=7_500,
-    talker_steps=18_000,
-    anneal_steps=4_500,
 )
 QUICK = Settings(
     num_sentences=40,
-    num_decoder_sentences=40,
     num_code_sentences=40,
     mel_levels=2,
     decoder=_decoder(32, 16, 32, 64, [8, 5, 4, 3]),
     talker=_stack(32, 64, 3, 2, 16),
     depth=_stack(32, 64, 2, 2, 16),
-    decoder_steps=20,
-    talker_steps=20,
-    anneal_steps=2,
 )
+
+
+def settings_of(codebooks: int) -> Settings:
+    """Return the sizes of a voice, given its codes a frame."""
+    return QUICK if codebooks == QUICK.codebooks else FULL
 
 
 def codec_config(settings: Settings) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train_a_voice.job import Losses
-
+Losses = dict[str, Tensor]
 WARMUP = 3  # eager steps before a step is recorded
 SAVE_S = 60.0
 
@@ -35,18 +34,16 @@ def pick_device(name: str | None) -> torch.device:
 
 
 class Clock:
-    """The share of the run that is over. It ends at `end_s` (time.time()) at the latest."""
+    """The share of a run that is over, at the start and in between. It is 1 at `end_s` (time.time())."""
 
-    def __init__(self, minutes: float, end_s: float | None = None):
-        self.began_s = time.time()
-        self.end_s = self.began_s + 60 * minutes if end_s is None else end_s
-        assert self.end_s > self.began_s, (
-            f"the run would end {self.began_s - self.end_s:.0f} s before it begins"
-        )
+    def __init__(self, end_s: float, start: float = 0.0):
+        self.began_s, self.end_s, self.start = time.time(), end_s, start
+        assert end_s > self.began_s, f"the run would end {self.began_s - end_s:.0f} s before it begins"
 
     @property
     def share(self) -> float:
-        return min(1.0, (time.time() - self.began_s) / (self.end_s - self.began_s))
+        passed = (time.time() - self.began_s) / (self.end_s - self.began_s)
+        return min(1.0, self.start + (1 - self.start) * passed)
 
 
 class Every:
@@ -186,7 +183,7 @@ def run(
     *,
     peak: float,
     warmup: int,
-    graphs: GraphPool | None,
+    records: bool,
     log_s: float = 5.0,
     between: Callable[[int, float], dict[str, Any]] | None = None,
     most_steps: int | None = None,
@@ -194,8 +191,9 @@ def run(
     """Run steps until the clock ends, and return their number.
 
     next_step: from a step's number and the elapsed share of the run to the step to run. between: called
-    before each line of the log; returns further values to log. The state is saved every minute and at the
-    end."""
+    before each line of the log; returns further values to log. records: whether steps become CUDA graphs. The
+    state is saved every minute and at the end."""
+    graphs = GraphPool() if records else None
     step, logged_s, saved_s = 0, time.time(), time.time()
     every = 1  # steps between looks at the clock: the host must not run far ahead of the device
     with contextlib.nullcontext() if graphs is None else torch.cuda.stream(graphs.stream):
@@ -213,9 +211,9 @@ def run(
                 log.write(step=step, rate=rate(peak, warmup, step, clock.share), **extra)
                 logged_s = time.time()
             if time.time() - saved_s > SAVE_S:
-                save(path, module, step)
+                save(path, module, step, share=share)
                 saved_s = time.time()
-        save(path, module, step)
+        save(path, module, step, share=1.0)
         extra = between(step, 1.0) if between is not None else {}
         if log.count:
             log.write(step=step, **extra)

@@ -25,7 +25,7 @@ from train_a_voice.features import (
     spectra,
 )
 
-MIN_CYCLES, NUM_CYCLES = 8, 16  # 100 to 287.5 Hz
+MIN_CYCLES, NUM_CYCLES = 5, 16  # 62.5 to 250 Hz: slt speaks at 150 to 216 Hz, rms at 65 to 141 Hz
 FRAME_HZ = RATE_HZ / FRAME
 HARMONICS_HZ = 4_000.0  # only noise above
 ROUNDS = 3  # of measuring the result and correcting its shape
