@@ -1,6 +1,6 @@
 """The data that a talker learns from: texts and their speakers, codes, and the byte and phone of each frame.
 
-Packed, a frame takes ten bytes, so sixty thousand sentences can move to another machine.
+Packed, a frame takes fifteen bytes, so sixty thousand sentences can move to another machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lines:
         )
 
     def save(self, path: Path) -> None:
-        """Save with ten bytes a frame.
+        """Save with fifteen bytes a frame.
 
         The last code changes little from frame to frame, so it is compressed, as is everything but the codes.
         The other codes look like noise to a compressor and are packed bit by bit."""
