@@ -24,7 +24,13 @@ def pack(args: argparse.Namespace) -> None:
     print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.1f} MB")
 
 
+def check_packed(folder: Path) -> None:
+    if not (folder / "codebooks.npz").exists():
+        raise SystemExit(f"{folder} is no packed folder; `python -m train_a_voice pack WORK` makes WORK/pack")
+
+
 def run(args: argparse.Namespace) -> None:
+    check_packed(args.folder)
     raise SystemExit(train.train(args))
 
 
@@ -50,6 +56,8 @@ def score(args: argparse.Namespace) -> None:
 
     if args.voice is None and args.url is None and not args.codes:
         raise SystemExit("score: name the exported voice, or use --codes or --url")
+    if args.url is None:
+        check_packed(args.work / "pack")
     texts = score.held_out(args.count)
     print(score.score(args.work, args.voice, args.url, texts, args.seed, args.processes))
 

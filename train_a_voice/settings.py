@@ -49,7 +49,7 @@ def _stack(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> d
 FULL = Settings(
     num_sentences=46_500,
     num_code_sentences=3_000,
-    mel_levels=12,  # with eight, a quarter more words are misheard
+    mel_levels=12,  # with eight, a fifth to a quarter more words are misheard
     # The published rates are 8, 5, 4, 3. These have fewer samples at the layers with more channels, so they
     # train faster.
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),

@@ -301,7 +301,6 @@ class Rooms:
 
     def __init__(self, plan: Plan):
         self.plan, self.seen = plan, 0
-        self.members: list[list[np.ndarray]] = [[] for _ in plan.rooms]
         self.flat: list[np.ndarray] = [np.zeros(0, np.int64) for _ in plan.rooms]
 
     def grow(self, pool: Pool) -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.train_a_voice import synthetic
 from train_a_voice import codes, decoder, features, flite, judge, pack, score, track, vocoder
 from train_a_voice import sentences as generator
+from train_a_voice.__main__ import main
 from train_a_voice.align import Aligner
 from train_a_voice.lines import Lines
 
@@ -292,6 +293,12 @@ def test_the_recogniser_understands_flite() -> None:
     samples = flite.flite_of().speak(text, 0, has_samples=True).samples
     assert samples is not None
     assert judge.word_error_rate([text], [judge.transcribe(samples / 32768, flite.RATE_HZ)]) < 0.3
+
+
+@pytest.mark.parametrize("line", ["train {0} {0}/out", "score {0} --codes"])
+def test_a_folder_that_is_not_packed_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is no packed folder; `python -m train_a_voice pack WORK` makes"):
+        main(line.format(tmp_path).split())
 
 
 def test_speakers_take_turns() -> None:

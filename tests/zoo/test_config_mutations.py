@@ -24,7 +24,7 @@ from zoo.request import AudioClip, Reference, Request
 pytestmark = pytest.mark.slow
 
 MAX_MESSAGE = 2000  # characters; an error about shapes names eight tensors
-SHARE = 3  # each value is replaced by one of three wrong ones, the next value by other ones; 1 tries them all
+SHARE = 3  # each value is replaced by a third of the wrong ones, the next value by another third; 1 tries all
 LIMIT_S = 20.0  # tens of milliseconds are usual; a loop over 10**9 items would never end
 CLIP = AudioClip(np.sin(np.arange(16000) ** 1.5 / 30).astype(np.float32) / 4, 16000)
 
