@@ -41,7 +41,7 @@ from zoo import kernels
 from zoo.contract import Family, Spec, View
 from zoo.nn.fp8 import FP8Linear
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import GROUP, NarrowLinear, PackedLinear, can_be_packed, has_16_bits
+from zoo.nn.packed import GROUP, BlockedLinear, PackedLinear, can_be_packed, has_16_bits
 from zoo.request import Request, Value
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
@@ -290,8 +290,9 @@ def products(model: nn.Module) -> dict[str, int]:
     """Return what the products of a model read -> how many products do, after `prepare_for_host`."""
     kinds: Counter[str] = Counter()
     for layer in model.modules():
-        if isinstance(layer, NarrowLinear):
-            kinds["bf16" if layer.scales is None else f"int8, {GROUP} a scale"] += 1
+        if isinstance(layer, BlockedLinear):
+            bits = "float32" if layer.blocks.dtype == torch.float32 else "bf16"
+            kinds[bits if layer.scales is None else f"int8, {GROUP} a scale"] += 1
         elif isinstance(layer, FP8Linear):
             kinds["fp8, a scale a row"] += 1
         elif isinstance(layer, PackedLinear):

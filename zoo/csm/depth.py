@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.csm.config import Config
-from zoo.nn.frame_attention import attend_and_grow, attend_dense
+from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Block, frequencies
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rotate
 
 
 class DepthBlock(Block):
@@ -37,25 +36,10 @@ class DepthBlock(Block):
 
     @torch.compiler.nested_compile_region
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on x [B, L, D] at the positions of cos and sin [L, dim]. Return x, and the cache
-        k, v [B, Hkv, K, dim] fp32 with these positions added.
-
-        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
-        the frame's start and 1 after that.
-        """
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project(x))  # [B, H or Hkv, L, dim]
-        q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
-        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
-        return self.combine(x, mixed.to(x.dtype)), k, v
-
-    @torch.compiler.nested_compile_region
-    def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
-        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
+        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
         positions added."""
         q, k, v = self.project(x)
         mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache)
@@ -107,7 +91,7 @@ class DepthDecoder(nn.Module):
 
         pick(logits [B, V] fp32, k) -> [B] chooses code k.
         """
-        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
+        stack = self._stack(hidden)
         codes = [first]
         x = torch.stack((self.projector(hidden), self._row(first, 0)), 1)  # [B, 2, D]
         for k in range(1, self.codebooks):
@@ -127,29 +111,13 @@ class DepthDecoder(nn.Module):
         """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
         empty."""
         c = self.config
-        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
-        shape = hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim
-        empty = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
-        cache = [(empty, empty)] * c.layers
-
-        def stack(x: Tensor, here: slice) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, *grown = layer(x, self.cos[here], self.sin[here], seen[here], *cache[i])
-                cache[i] = tuple(grown)
-            return x
-
-        return stack
-
-    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return the same function for a GPU."""
-        c = self.config
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
         cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
         positions = torch.arange(self.codebooks, device=hidden.device)
 
         def stack(x: Tensor, here: slice) -> Tensor:
             for i, layer in enumerate(self.layers):
-                x, cache[i] = layer.on_gpu(x, self.cos, self.sin, positions[here][:1], cache[i])  # type: ignore[operator]
+                x, cache[i] = layer(x, self.cos, self.sin, positions[here][:1], cache[i])
             return x
 
         return stack

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zoo.fish_s2.block import DualARBlock
 from zoo.fish_s2.config import Config
-from zoo.nn.frame_attention import attend_and_grow, attend_dense
+from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.norm import RMSNorm
 
 
@@ -32,25 +32,10 @@ class FastBlock(DualARBlock):
 
     @torch.compiler.nested_compile_region
     def forward(
-        self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on x [B, L, D] at the positions of table [L, 2, dim / 2]. Return x, and the cache
-        k, v [B, Hkv, K, dim] fp32 with these positions added.
-
-        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
-        the frame's start and 1 after that.
-        """
-        # [B, H or Hkv, L, dim]
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x, table))
-        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
-        return self.project_output(x, mixed.to(x.dtype)), k, v
-
-    @torch.compiler.nested_compile_region
-    def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
-        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
+        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
         positions added."""
         q, k, v = self.project_plain_qkv(x)
         mixed, cache = attend_and_grow(
@@ -61,7 +46,6 @@ class FastBlock(DualARBlock):
 
 class FastAR(nn.Module):
     rope: Tensor  # [K, 2, dim / 2]
-    seen: Tensor  # [K, K] bool
 
     def __init__(self, config: Config):
         super().__init__()
@@ -76,7 +60,7 @@ class FastAR(nn.Module):
 
         pick(logits [B, V] fp32, k) -> [B] chooses code k.
         """
-        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
+        stack = self._stack(hidden)
         codes = [first]
         x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
         for k in range(1, self.codebooks):
@@ -91,32 +75,16 @@ class FastAR(nn.Module):
         """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
         empty."""
         c = self.config
-        empty = torch.zeros(
-            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
-        )
-        cache = [(empty, empty)] * c.layers
-
-        def stack(x: Tensor, here: slice) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, *grown = layer(x, self.rope[here], self.seen[here], *cache[i])
-                cache[i] = tuple(grown)
-            return x
-
-        return stack
-
-    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return the same function for a GPU."""
-        c = self.config
         # [K, dim] each, in separate storage: a compiled region of torch 2.11 accepts no two inputs with the
         # same storage.
-        cos, sin = (self.rope[:, i].repeat_interleave(2, -1) for i in range(2))
+        cos, sin = (self.rope[:, i].float().repeat_interleave(2, -1).contiguous() for i in range(2))
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
         cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
         positions = torch.arange(self.codebooks, device=hidden.device)
 
         def stack(x: Tensor, here: slice) -> Tensor:
             for i, layer in enumerate(self.layers):
-                x, cache[i] = layer.on_gpu(x, cos, sin, positions[here][:1], cache[i])  # type: ignore[operator]
+                x, cache[i] = layer(x, cos, sin, positions[here][:1], cache[i])
             return x
 
         return stack

@@ -81,7 +81,6 @@ class DualAR(nn.Module):
             del self.output
             self.fast.head.weight = nn.Parameter(self.fast.head.weight[: c.num_residual_codes].clone())
         semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
-        seen = torch.ones(c.codebooks, c.codebooks, dtype=torch.bool, device=rows.device).tril()
         drawn = torch.cat((semantic, rows[c.end : c.end + 1])).to(dtype_of(self.embedding))
         self.head = nn.Linear(slow.hidden, c.codebook_size + 1, bias=False, device="meta")
         del self.head.weight  # rows that another parameter has are a buffer
@@ -90,7 +89,6 @@ class DualAR(nn.Module):
             "first": torch.arange(c.codebooks, device=rows.device) * c.codebook_size,
             "rope": rope_table(c.max_positions, slow.head_dim, slow.rope_theta, rows.device),
             "fast.rope": rope_table(c.codebooks, fast.head_dim, fast.rope_theta, rows.device),
-            "fast.seen": seen,
         }
         for name, value in buffers.items():
             owner, _, leaf = name.rpartition(".")

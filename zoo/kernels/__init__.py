@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from zoo.kernels.cpu import (
     Pointwise,
-    attend,
     attend_stretch,
     build,
     columns,
     convolve_snake,
     depthwise_unit,
     has,
+    has_operators,
     in_blocks,
     keep_likely,
     keep_likely_before_temperature,
@@ -22,7 +22,6 @@ from zoo.kernels.cpu import (
     key,
     know,
     level,
-    linear,
     nine_filters,
     norm_mish,
     normal,
@@ -31,17 +30,18 @@ from zoo.kernels.cpu import (
     uniform,
 )
 from zoo.kernels.gpu import of_gpu, on_gpu, use_gpu
-from zoo.kernels.operator import plain
+from zoo.kernels.operator import cpp_operator, plain
 
 __all__ = [
     "Pointwise",
-    "attend",
     "attend_stretch",
     "build",
     "columns",
     "convolve_snake",
+    "cpp_operator",
     "depthwise_unit",
     "has",
+    "has_operators",
     "in_blocks",
     "keep_likely",
     "keep_likely_before_temperature",
@@ -49,7 +49,6 @@ __all__ = [
     "key",
     "know",
     "level",
-    "linear",
     "nine_filters",
     "norm_mish",
     "normal",

@@ -23,13 +23,20 @@ from torch.nn import functional as F
 from zoo.kernels.operator import is_plain
 
 # compiled as one file, in this order
-FILES = ("kernels.cpp", "kernels_render.cpp", "kernels_products.cpp")
+FILES = (
+    "kernels.cpp",
+    "kernels_frame.cpp",
+    "kernels_render.cpp",
+    "kernels_products.cpp",
+    "kernels_operators.cpp",
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in FILES)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # what compilers call the instruction sets that ATEN_CPU_CAPABILITY can limit torch to
 LEVELS = {"default": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 
 _library: CDLL | None = None
+_key = ""  # of the library
 
 
 def key() -> str:
@@ -50,7 +57,8 @@ def level() -> str | None:
 def build() -> None:
     """Build the kernels; from then on the CPU operators of this process use them. Takes seconds the first
     time. Raises ValueError without a C++ compiler."""
-    global _library
+    global _library, _key
+    assert _key in ("", key()), "the kernels are already built for another instruction set"
     # imported here because it takes two seconds, which only a server needs to spend
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
@@ -64,7 +72,6 @@ def build() -> None:
             "compiling for a CPU needs a C++ compiler, and none was found: install g++, or serve with --no-compile"
         ) from None
     for name in NAMES.values():
-        getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
         getattr(library, f"attend_stretch_{name}").argtypes = (
             [c_void_p] * 8 + [c_int64] * 8 + [c_float, c_int]
         )
@@ -73,13 +80,11 @@ def build() -> None:
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
     library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 11 + [c_int]
     library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
-    library.linear_bf16.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.linear_int8.argtypes = [c_void_p] * 5 + [c_int64] * 4 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
-    _library = library
+    _library, _key = library, key()
 
 
 def has(tensor: Tensor) -> bool:
@@ -90,23 +95,16 @@ def has(tensor: Tensor) -> bool:
     return _library is not None and not is_plain() and tensor.device.type == "cpu"
 
 
+def has_operators(tensor: Tensor) -> bool:
+    """Return whether the operators of kernels_operators.cpp exist for data on the tensor's device. Other than
+    `has`, this also holds under torch.compile."""
+    is_wanted = torch.compiler.is_compiling() or not is_plain()
+    return _library is not None and is_wanted and tensor.device.type == "cpu"
+
+
 def know(*tensors: Tensor) -> bool:
     """Return whether to use CPU kernels for the tensors, whose dtypes must be supported."""
     return all(has(tensor) and tensor.dtype in NAMES for tensor in tensors)
-
-
-def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
-    """`attention.paged_attention` with one query per sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P],
-    lengths [B] -> [B, H, D]."""
-    assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, (
-        f"{q.dtype} over {kv.dtype}, {kv.stride()}"
-    )
-    q, rows, lengths = q.contiguous(), rows.contiguous(), lengths.contiguous()
-    out, (batch, heads, width), kv_heads = torch.empty_like(q), q.shape, kv.shape[1]
-    pointers = (tensor.data_ptr() for tensor in (q, kv, rows, lengths, out))
-    sizes = batch, kv_heads, heads // kv_heads, width, rows.shape[1], page_tokens
-    getattr(_library, f"attend_{NAMES[q.dtype]}")(*pointers, *sizes, scale, torch.get_num_threads())
-    return out
 
 
 def attend_stretch(
@@ -184,41 +182,24 @@ EIGHT = 8  # vectors of columns in a block of weights, as in kernels_products.cp
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """Return a matrix [N, K], bf16 or int8, as `linear` reads it: [blocks, K, words] int32. Columns are padded
-    with zeros to whole blocks."""
-    assert _library is not None and weight.dtype in (torch.bfloat16, torch.int8), f"{weight.dtype}"
+    """Return a matrix [N, K], float32, bf16 or int8, as `blocked_linear` reads it: [blocks, K, words] float32
+    or int32. Columns are padded with zeros to whole blocks."""
+    kinds = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.int8: torch.int8}
+    assert _library is not None and weight.dtype in kinds, f"{weight.dtype}"
     columns, per_word = _library.block_columns(), 4 // weight.itemsize
-    bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+    bits = weight.view(kinds[weight.dtype])
     bits = F.pad(bits, (0, 0, 0, -len(bits) % columns))
     # a word holds one weight of each of the next `per_word` vectors of columns
     bits = bits.view(-1, EIGHT // per_word, per_word, columns // EIGHT, weight.shape[1])
-    return bits.permute(0, 4, 1, 3, 2).contiguous().view(torch.int32).flatten(2)
+    words = bits.permute(0, 4, 1, 3, 2).contiguous().view(torch.float32 if per_word == 1 else torch.int32)
+    return words.flatten(2)
 
 
 def scales_in_blocks(scales: Tensor) -> Tensor:
-    """Return scales [N, groups] float32 as `linear` reads them, [blocks, groups, columns]."""
+    """Return scales [N, groups] float32 as `blocked_linear` reads them, [blocks, groups, columns]."""
     assert _library is not None and scales.dtype == torch.float32, f"{scales.dtype}"
     columns = _library.block_columns()
     return F.pad(scales, (0, 0, 0, -len(scales) % columns)).unflatten(0, (-1, columns)).mT.contiguous()
-
-
-def linear(x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int) -> Tensor:
-    """Multiply x [..., K] by a weight `in_blocks`, with `scales_in_blocks` if it is int8, and add a bias
-    [num_columns] -> [..., num_columns]. Sums are float32; the result has x's dtype."""
-    assert _library is not None and blocks.is_contiguous() and blocks.shape[1] == x.shape[-1]
-    rows = x.float().contiguous()
-    if bias is not None:
-        bias = bias.float()
-    out = rows.new_empty(*x.shape[:-1], num_columns)
-    num, width = rows.numel() // x.shape[-1], x.shape[-1]
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rows, blocks, scales, bias, out)]
-    if scales is None:
-        del pointers[2]
-        _library.linear_bf16(*pointers, num, width, num_columns, torch.get_num_threads())
-    else:
-        group = width // scales.shape[1]
-        _library.linear_int8(*pointers, num, width, num_columns, group, torch.get_num_threads())
-    return out.to(x.dtype)
 
 
 def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:

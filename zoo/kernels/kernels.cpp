@@ -1,4 +1,4 @@
-// The row-wise operators of a step on a CPU, in plain C++. kernels.py builds this file and declares the functions at its end.
+// The row-wise operators of a step on a CPU, in plain C++. cpu.py builds this file and declares the functions at its end.
 // A row's result does not depend on the other rows, nor on the number of threads.
 
 #pragma GCC optimize("tree-loop-vectorize")  // inductor's flags disable it, because the code that it generates is already vectorized
@@ -250,19 +250,33 @@ inline float normal_of(float u) {
     return 1.41421356f * x * (w < 5 ? near : far);
 }
 
+// Draw a token per row: see sampling.draw. Rows of noise are `step` values apart. A NaN counts as the largest logit, as in torch.
+void draw(const float* logits, const float* temperature, const int64_t* top_k, const float* top_p, const float* noise, int64_t step, float greedy,
+          int64_t* out, int64_t B, int64_t V, int threads) {
+#pragma omp parallel num_threads(threads) if (B * V > SMALL)
+    {
+        std::vector<float> kept, row(V);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) {
+            const float *from = logits + b * V, *added = noise + b * step;
+            const bool is_hot = temperature[b] > greedy;
+            if (is_hot) {
+                for (int64_t i = 0; i < V; i++) row[i] = from[i] / temperature[b];
+                const float least = least_likely(row.data(), V, top_k[b], top_p[b], kept);
+                for (int64_t i = 0; i < V; i++) row[i] = (row[i] < least ? -std::numeric_limits<float>::infinity() : row[i]) + added[i];
+                from = row.data();
+            }
+            int64_t at = 0;
+            for (int64_t i = 1; i < V && from[at] == from[at]; i++)
+                if (!(from[i] <= from[at])) at = i;
+            out[b] = at;
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
-
-void attend_float32(const float* q, const float* kv, const int64_t* pages, const int64_t* lengths, float* out, int64_t B, int64_t Hkv,
-                    int64_t G, int64_t D, int64_t P, int64_t page, float scale, int threads) {
-    attend(q, kv, pages, lengths, out, B, Hkv, G, D, P, page, scale, threads);
-}
-
-void attend_bfloat16(const bfloat16* q, const bfloat16* kv, const int64_t* pages, const int64_t* lengths, bfloat16* out, int64_t B,
-                     int64_t Hkv, int64_t G, int64_t D, int64_t P, int64_t page, float scale, int threads) {
-    attend(q, kv, pages, lengths, out, B, Hkv, G, D, P, page, scale, threads);
-}
 
 // seed and step [B] -> out [B, streams, width], which depends on seed, step and stream only, not on the row.
 void uniform(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t first, int64_t streams, int64_t width, int threads) {

@@ -1,4 +1,4 @@
-// Products whose weights stay in the 16 or 8 bits of a checkpoint and are summed in fp32. It is compiled after kernels_render.cpp, as one source.
+// Products whose weights have 32, 16 or 8 bits and are summed in fp32. It is compiled after kernels_render.cpp, as one source.
 //
 // Each sum runs over k from first to last, whatever the number of rows, so a row's result does not depend on the other rows.
 
@@ -10,19 +10,30 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 // A block of weights has EIGHT vectors of columns. For each k it holds EIGHT / PER_WORD vectors of words, and a word holds one weight of each of
 // PER_WORD vectors of columns.
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
-constexpr int64_t STRETCH = 512;  // positions of k after which the next tile begins, so that the weights between them stay in a core's caches
+constexpr int64_t STRETCH = 128;  // positions of k after which the next tile begins, so that the weights between them stay in a core's first cache
+constexpr int64_t LINE = 64, DISTANCE = 16 << 10;  // bytes; how far ahead weights are fetched from memory while a tile is computed
 
-// MOST_ROWS: of a tile. A weight that is unpacked is used as often; with more rows, sums would leave the registers too often.
+// Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers.
+#if defined(__AVX512F__)
+constexpr int FEW = 3, MOST_ROWS = 3, MOST_VECTORS = EIGHT;
+#else
+constexpr int FEW = 5, MOST_ROWS = 6, MOST_VECTORS = 2;
+#endif
+
+struct Wholes {  // float32
+    static constexpr int PER_WORD = 1;
+    static constexpr bool IS_SCALED = false;
+    static Vector weight(Words words, int) { return Vector(words); }
+};
+
 struct Halves {  // bf16
     static constexpr int PER_WORD = 2;
-    static constexpr int MOST_ROWS = 3;
     static constexpr bool IS_SCALED = false;
     static Vector weight(Words words, int which) { return Vector(which ? words & 0xFFFF0000u : words << 16); }
 };
 
 struct Quarters {  // int8
     static constexpr int PER_WORD = 4;
-    static constexpr int MOST_ROWS = 2;
     static constexpr bool IS_SCALED = true;
     static Vector weight(Words words, int which) {
         const Signed bits = Signed(words << (24 - 8 * which)) >> 24;
@@ -36,70 +47,138 @@ struct Quarters {  // int8
     }
 };
 
-// Add R rows of x times n rows of a block, times scale [BLOCK] if the weights are scaled, to y (R rows of BLOCK sums).
-template <typename Packed, int R>
-inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y) {
+// Add R rows of x times V vectors of n rows of a block, times scale [BLOCK] if the weights are scaled, to y (R rows of BLOCK sums). Meanwhile, fetch
+// LINES lines for each row of the block from `ahead` on.
+template <typename Packed, int R, int V, int LINES>
+inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead) {
     constexpr int PER_WORD = Packed::PER_WORD;
-    Vector sum[R][EIGHT];
-#pragma GCC unroll 3
+    Vector sum[R][V];
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < EIGHT; j++) sum[r][j] = Packed::IS_SCALED ? spread(0) : load(y + r * BLOCK + j * LANES);
+        for (int j = 0; j < V; j++) sum[r][j] = Packed::IS_SCALED ? spread(0) : load(y + r * BLOCK + j * LANES);
     for (int64_t k = 0; k < n; k++) {
-        Vector factor[R];
-#pragma GCC unroll 3
-        for (int r = 0; r < R; r++) factor[r] = spread(x[r * stride + k]);
-#pragma GCC unroll 8
-        for (int j = 0; j < EIGHT; j++) {
-            const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT / PER_WORD + j / PER_WORD) * LANES);
-            const Vector weight = Packed::weight(words, j % PER_WORD);
-#pragma GCC unroll 3
-            for (int r = 0; r < R; r++) sum[r][j] = multiply_add(sum[r][j], factor[r], weight);
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j += PER_WORD) {
+            const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT + j) / PER_WORD * LANES);
+            Vector weight[PER_WORD];
+#pragma GCC unroll 4
+            for (int i = 0; i < PER_WORD; i++) weight[i] = Packed::weight(words, i);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const Vector factor = spread(x[r * stride + k]);
+#pragma GCC unroll 4
+                for (int i = 0; i < PER_WORD; i++) sum[r][j + i] = multiply_add(sum[r][j + i], factor, weight[i]);
+            }
         }
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < EIGHT; j++) {
+        for (int j = 0; j < V; j++) {
             float* to = y + r * BLOCK + j * LANES;
             store(to, Packed::IS_SCALED ? multiply_add(load(to), sum[r][j], load(scale + j * LANES)) : sum[r][j]);
         }
 }
 
-template <typename Packed>
-inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
-    int64_t m = 0;
-    for (; M - m >= Packed::MOST_ROWS; m += Packed::MOST_ROWS) tile<Packed, Packed::MOST_ROWS>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
-    if (M - m == 2) tile<Packed, 2>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
-    if (M - m == 1) tile<Packed, 1>(x + m * stride, stride, w, n, scale, y + m * BLOCK);
+// Do the same for `rows` rows, at most MOST, and all vectors of the block, V at a time.
+template <typename Packed, int MOST, int V, int LINES>
+inline void tiles_of(int64_t rows, const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead) {
+    if constexpr (MOST > 1) {
+        if (rows < MOST) return tiles_of<Packed, MOST - 1, V, LINES>(rows, x, stride, w, n, scale, y, ahead);
+    }
+    for (int j = 0; j < EIGHT; j += V) {
+        const uint32_t* from = w + j / Packed::PER_WORD * LANES;
+        const float* by = scale + (Packed::IS_SCALED ? j * LANES : 0);
+        if (j < 2 * V) tile<Packed, MOST, V, LINES>(x, stride, from, n, by, y + j * LANES, ahead + j / V * n * LINES * LINE);
+        else tile<Packed, MOST, V, 0>(x, stride, from, n, by, y + j * LANES, ahead);
+    }
 }
 
-// y [M, N] = x [M, K] times blocks of weights w [blocks, K, BLOCK], plus bias [N] if given. scales [blocks, K / group, BLOCK], if the weights are
-// scaled: what the sum over each group of `group` positions of k is multiplied by.
+// Do the same for M rows. The first two tiles fetch the lines ahead, or the only one.
 template <typename Packed>
-void linear(const float* x, const uint32_t* w, const float* scales, const float* bias, float* y, int64_t M, int64_t K, int64_t N, int64_t group, int threads) {
+inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
+    constexpr int LINES = std::max<int>(1, BLOCK * 4 / Packed::PER_WORD / LINE), HALF = std::max(1, LINES / 2), NARROW = std::max(MOST_VECTORS, Packed::PER_WORD);
+    const char* ahead = reinterpret_cast<const char*>(w) + DISTANCE;
+    if (M <= 3) return tiles_of<Packed, 3, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead);
+    const int64_t most = M <= FEW ? 3 : MOST_ROWS, groups = (M + most - 1) / most;
+    for (int64_t m = 0, group = 0; group < groups; group++) {
+        const int64_t rows = (M - m + groups - group - 1) / (groups - group);
+        const float* from = x + m * stride;
+        float* to = y + m * BLOCK;
+        const char* next = ahead + group * n * HALF * LINE;
+        if (M <= FEW) tiles_of<Packed, 3, EIGHT, HALF>(rows, from, stride, w, n, scale, to, next);
+        else if (group * (EIGHT / NARROW) < 2) tiles_of<Packed, MOST_ROWS, NARROW, HALF>(rows, from, stride, w, n, scale, to, next);
+        else tiles_of<Packed, MOST_ROWS, NARROW, 0>(rows, from, stride, w, n, scale, to, next);
+        m += rows;
+    }
+}
+
+// A weight of N columns in blocks [blocks, K, BLOCK]. scales [blocks, K / group, BLOCK], if it has 8 bits: what the sum over each group of `group`
+// positions of k is multiplied by. Without scales it has 32 or 16 bits.
+struct Weight {
+    const uint32_t* words;
+    const float* scales;
+    int64_t K, N, group;
+    bool has_32_bits;
+};
+
+// y [M, N] = x [M, K] times a weight, plus bias [N] if given. All threads of a team call it, and leave it together.
+template <typename Packed>
+void multiply_as(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
     constexpr int64_t WORDS = BLOCK / Packed::PER_WORD;
-    const int64_t blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? group : STRETCH;
-#pragma omp parallel num_threads(threads) if (M * K * N > SMALL)
-    {
-        std::vector<float> sums(M * BLOCK);
+    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH;
+    std::vector<float> sums(M * BLOCK);
 #pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {
-            std::fill(sums.begin(), sums.end(), 0.0f);
-            for (int64_t k = 0; k < K; k += stretch) {
-                const int64_t n = std::min(stretch, K - k);
-                const float* scale = Packed::IS_SCALED ? scales + (b * (K / group) + k / group) * BLOCK : nullptr;
-                tiles<Packed>(x + k, K, w + (b * K + k) * WORDS, n, scale, sums.data(), M);
-            }
-            const int64_t first = b * BLOCK, columns = std::min<int64_t>(BLOCK, N - first);
-            for (int64_t m = 0; m < M; m++) {
-                const float* from = &sums[m * BLOCK];
-                float* to = y + m * N + first;
-                if (!bias) std::copy(from, from + columns, to);
-                else
-                    for (int64_t j = 0; j < columns; j++) to[j] = from[j] + bias[first + j];
+    for (int64_t b = 0; b < blocks; b++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t k = 0; k < K; k += stretch) {
+            const int64_t n = std::min(stretch, K - k);
+            const float* scale = Packed::IS_SCALED ? w.scales + (b * (K / w.group) + k / w.group) * BLOCK : nullptr;
+            tiles<Packed>(x + k, K, w.words + (b * K + k) * WORDS, n, scale, sums.data(), M);
+        }
+        const int64_t first = b * BLOCK, columns = std::min<int64_t>(BLOCK, N - first);
+        for (int64_t m = 0; m < M; m++) {
+            const float* from = &sums[m * BLOCK];
+            float* to = y + m * N + first;
+            if (!bias) std::copy(from, from + columns, to);
+            else
+                for (int64_t j = 0; j < columns; j++) to[j] = from[j] + bias[first + j];
+        }
+    }
+}
+
+void multiply(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
+    if (w.scales) multiply_as<Quarters>(x, w, bias, y, M);
+    else if (w.has_32_bits) multiply_as<Wholes>(x, w, bias, y, M);
+    else multiply_as<Halves>(x, w, bias, y, M);
+}
+
+void linear(const float* x, const Weight& w, const float* bias, float* y, int64_t M, int threads) {
+#pragma omp parallel num_threads(threads) if (M * w.K * w.N > SMALL)
+    multiply(x, w, bias, y, M);
+}
+
+// y [M, down.N] = (silu(gate) * up) times `down`. gate and up are the halves of x [M, gate_up.K] times `gate_up`.
+void swiglu(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, int threads) {
+    const int64_t inner = down.K;
+    std::vector<float> both(M * 2 * inner), mixed(M * inner);
+#pragma omp parallel num_threads(threads) if (M * gate_up.K * gate_up.N > SMALL)
+    {
+        multiply(x, gate_up, nullptr, both.data(), M);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < M; m++) {
+            const float *gate = &both[m * 2 * inner], *up = gate + inner;
+            float* to = &mixed[m * inner];
+#pragma omp simd
+            for (int64_t i = 0; i < inner; i++) {
+                const float small = exponential(-std::abs(gate[i]));  // e^x overflows for large x
+                to[i] = gate[i] * ((gate[i] < 0 ? small : 1.0f) / (1.0f + small)) * up[i];
             }
         }
+        multiply(mixed.data(), down, nullptr, y, M);
     }
 }
 
@@ -109,15 +188,4 @@ extern "C" {
 
 // Return the columns of a block.
 int block_columns() { return BLOCK; }
-
-// See linear.
-void linear_bf16(const float* x, const uint32_t* w, const float* bias, float* y, int64_t M, int64_t K, int64_t N, int threads) {
-    linear<Halves>(x, w, nullptr, bias, y, M, K, N, K, threads);
-}
-
-// See linear.
-void linear_int8(const float* x, const uint32_t* w, const float* scales, const float* bias, float* y, int64_t M, int64_t K, int64_t N, int64_t group,
-                 int threads) {
-    linear<Quarters>(x, w, scales, bias, y, M, K, N, group, threads);
-}
 }

@@ -42,6 +42,13 @@ def operator(
     return register
 
 
+def cpp_operator(name: str, arguments: str, gives: Callable[..., Any] = like_first) -> None:
+    """Declare an operator that kernels_operators.cpp computes, on a CPU and after `kernels.build`. arguments:
+    and results, as in a schema of torch."""
+    torch.library.define(f"zoo::{name}", arguments)
+    torch.library.register_fake(f"zoo::{name}", gives)
+
+
 @contextmanager
 def plain() -> Iterator[None]:
     """Run operators as written in torch, within this context and on this thread. All kernels are tested

@@ -44,6 +44,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
     where = paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens
+    if kernels.has_operators(q):
+        return torch.ops.zoo.paged_attention_cpp.default(q, paged.kv, *where, scale)
     flashinfer = paged.block_tables, paged.seq_lens, paged.attention
     return torch.ops.zoo.paged_attention.default(q, paged.kv, *where, scale, *flashinfer)
 
@@ -169,9 +171,28 @@ def paged_attention(
         return ours(page_table, kv_lens)
     if q.device.type != "cpu":
         return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
-    if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query
-        return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
-    # One sequence at a time, so that no bit of a result depends on the lengths of the other sequences.
+    return torch.ops.zoo.attend_sequences.default(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+
+
+kernels.cpp_operator(
+    "paged_attention_cpp",
+    "(Tensor q, Tensor kv, Tensor page_table, Tensor kv_lens, Tensor cu_seqlens, SymInt page_tokens,"
+    " float scale) -> Tensor",
+)
+
+
+@operator("attend_sequences")
+def attend_sequences(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    scale: float,
+) -> Tensor:
+    """`paged_attention` on a CPU, one sequence at a time, so that no bit of a result depends on the lengths
+    of the other sequences."""
     out = torch.empty_like(q)
     edges, counts = cu_seqlens.tolist(), kv_lens.tolist()
     for b, (start, stop) in enumerate(pairwise(edges)):

@@ -21,13 +21,14 @@ from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import LEAST_BYTES, is_rounded
+from zoo.nn.packed import is_rounded
 
 KIND = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of KIND
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a row of zeros
 STEP = 16  # a product needs multiples of it as inputs and outputs; any number of rows is possible
 CAPABILITY = (8, 9)  # the first with fp8 products
+LEAST_BYTES = 512 << 10  # of a matrix that is rounded
 SLOTS = 64  # for which products in fp8 and in bf16 are compared
 
 

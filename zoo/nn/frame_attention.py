@@ -9,7 +9,6 @@ by the rows of cos and sin [K, dim] at their positions. Everything else is compu
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.kernels.operator import operator
@@ -24,28 +23,6 @@ def attend_within(
     """Attend from each token to all tokens -> like q. Rotated values are rounded to their dtype. q may have
     only the tokens from `first` on."""
     return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale, first)
-
-
-def attend_dense(
-    q: Tensor, new_k: Tensor, new_v: Tensor, seen: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend from L new positions to themselves and the earlier ones -> [B, L, H * dim], and the cache with
-    the new keys and values. In plain operators, which a compiler fuses with their neighbours on a CPU.
-
-    q [B, H, L, dim], new_k and new_v [B, Hkv, L, dim], rotated; k and v [B, Hkv, K, dim]: the cache.
-    seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is the first
-    call's number of positions, or 1 after that.
-    """
-    length = q.shape[2]
-    if length > 1:
-        k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
-    else:
-        own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
-        k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
-    q = rearrange(q, "b (h g) l d -> b h (g l) d", h=k.shape[1])  # [B, Hkv, G * L, dim]
-    scores = (q @ k.mT).unflatten(2, (-1, length)) * scale  # [B, Hkv, G, L, K]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
-    return rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length), k, v
 
 
 def attend_and_grow(
@@ -71,8 +48,9 @@ def attend_and_grow(
     with i + dim/2.
     is_rounded: rotated values are rounded to their dtype.
     """
-    how = position, cache, *norms, is_paired, is_rounded
-    return torch.ops.zoo.grow_frame_attention.default(q, k, v, cos, sin, scale, *how)
+    has_cpp = kernels.has_operators(q)
+    attend = torch.ops.zoo.grow_frame_attention_cpp if has_cpp else torch.ops.zoo.grow_frame_attention
+    return attend.default(q, k, v, cos, sin, scale, position, cache, *norms, is_paired, is_rounded)
 
 
 @operator("frame_attention")
@@ -101,6 +79,14 @@ def _empty_grown(
     *how: object,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), torch.empty_like(cache)
+
+
+kernels.cpp_operator(
+    "grow_frame_attention_cpp",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, float scale, Tensor position, Tensor cache,"
+    " Tensor? q_norm, Tensor? k_norm, float eps, bool is_paired, bool is_rounded) -> (Tensor, Tensor)",
+    _empty_grown,
+)
 
 
 @operator("grow_frame_attention", gives=_empty_grown)

@@ -105,8 +105,10 @@ def widened(layer: nn.Linear | FusedLinear) -> nn.Linear | FusedLinear:
 
 
 def dtype_of(layer: Layer) -> torch.dtype:
-    """Return the dtype in which a layer computes."""
-    return layer.dtype if isinstance(layer, NarrowLayer) else layer.weight.dtype
+    """Return the dtype in which a layer computes. Layers that keep their weights in another form have a
+    `dtype`."""
+    dtype: torch.dtype | None = getattr(layer, "dtype", None)
+    return layer.weight.dtype if dtype is None else dtype
 
 
 def tied_head(table: nn.Embedding | Tables) -> nn.Linear:

@@ -1,12 +1,12 @@
 """Matrices in the layout that the CPU's kernels read.
 
-A plain product rearranges its weights on every call, or reads them inefficiently. oneDNN rearranges packed
-weights once. For the few rows of a step, that is at least twice as fast (benchmarks/LOG.md), and a row's
-result does not depend on the number of rows. Source: oneDNN's weight prepacking, which inductor uses when it
-freezes a model.
+A plain product rearranges its weights on every call, or reads them inefficiently. Two layouts are arranged
+once: oneDNN's (`PackedLinear`; source: inductor's prepacking when it freezes a model), and ours
+(`BlockedLinear`). The faster one is measured for each shape. In both, a row's result does not depend on the
+number of rows.
 
 A step is bound by the bytes of the weights it reads. Most checkpoints have weights in bf16, and a CPU without
-bf16 arithmetic computes in fp32. `NarrowLinear` reads the 16 bits and computes in fp32: it gives what an fp32
+bf16 arithmetic computes in fp32. `BlockedLinear` reads the 16 bits and computes in fp32: it gives what an fp32
 copy gives, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo parity`
 measures how many.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,10 @@ from torch.nn import functional as F
 from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 
-LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
+LEAST_BYTES = 64 << 10  # below, the layout saves nothing
 KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
@@ -52,6 +53,12 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
             reads_many_rows = getattr(parent, "reads_many_rows", False)
             has_8_bits = is_int8 and is_rounded(model, path, least_bytes)
             model.set_submodule(path, packed(child, least_bytes, reads_many_rows, has_8_bits))
+    for path in paths:
+        child = model.get_submodule(path)
+        if isinstance(child, SwiGLU):
+            first, last = child.gate_up, child.down
+            if isinstance(first, BlockedLinear) and isinstance(last, BlockedLinear) and last.bias is None:
+                model.set_submodule(path, BlockedSwiGLU(first, last))
 
 
 def is_rounded(model: nn.Module, path: str, least_bytes: int) -> bool:
@@ -71,12 +78,13 @@ def packed(
     has_onednn = can_be_packed(plain.weight, dtype_of(plain))
     if reads_many_rows or not is_large(plain, least_bytes):
         return PackedLinear(plain) if reads_many_rows and has_onednn else widened(plain)
-    is_narrow = kernels.has(plain.weight) and has_16_bits(plain.weight)
+    has_kernels = kernels.has(plain.weight)
+    is_narrow = has_kernels and has_16_bits(plain.weight)
     if is_narrow and (has_8_bits or not has_onednn):
-        return NarrowLinear(plain, has_8_bits)
+        return BlockedLinear(plain, has_8_bits)
     if not has_onednn:
         return widened(plain)
-    if dtype_of(plain) == torch.bfloat16 or not is_narrow:
+    if dtype_of(plain) == torch.bfloat16 or not has_kernels:
         return PackedLinear(plain)
     return FORMS[fastest_form(plain)](plain)
 
@@ -111,7 +119,8 @@ def fastest_form(plain: nn.Linear | FusedLinear) -> str:
     some.weight = nn.Parameter(plain.weight.detach()[:MEASURED_COLUMNS].to(dtype_of(plain)), False)
     makers = {name: cache(partial(form, some)) for name, form in FORMS.items()}
     ways = {name: partial(multiply_few_rows, make, width) for name, make in makers.items()}
-    return choices.fastest(f"linear {width} x {columns}", ways) or "bf16"
+    bits = 16 if has_16_bits(some.weight) else 32
+    return choices.fastest(f"linear {width} x {columns}, {bits} bits", ways) or "blocks"
 
 
 @torch.inference_mode()
@@ -155,30 +164,45 @@ class PackedLinear(nn.Module):
         return y if self.parts is None else y.split(self.parts, -1)
 
 
-class NarrowLinear(nn.Module):
-    """An `nn.Linear` or `FusedLinear` whose weights have 16 or 8 bits and are computed in fp32: x [..., in]
-    -> [..., out], or one result per part of a `FusedLinear`, in x's dtype."""
+class BlockedLinear(nn.Module):
+    """An `nn.Linear` or `FusedLinear` in our own layout, whose weights have 32, 16 or 8 bits and are computed in
+    fp32: x [..., in] -> [..., out], or one result per part of a `FusedLinear`, in x's dtype."""
 
-    blocks: Tensor  # [blocks, in, words] int32, see kernels.in_blocks
+    blocks: Tensor  # [blocks, in, words] int32 or float32, see kernels.in_blocks
     scales: Tensor | None  # of int8 weights, see kernels.scales_in_blocks
     bias: Tensor | None  # [out]
 
     def __init__(self, plain: nn.Linear | FusedLinear, is_int8: bool = False):
         super().__init__()
         self.parts = plain.parts if isinstance(plain, FusedLinear) else None
-        self.num_columns = len(plain.weight)
-        weight, scales = plain.weight.detach().bfloat16(), None
+        self.num_columns, self.dtype = len(plain.weight), dtype_of(plain)
+        weight, scales = plain.weight.detach(), None
+        if has_16_bits(weight):
+            weight = weight.bfloat16()
         if is_int8:
             weight, scales = rounded_to_int8(weight)
             scales = kernels.scales_in_blocks(scales)
         self.register_buffer("blocks", kernels.in_blocks(weight), persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
+        bias = None if plain.bias is None else plain.bias.detach().float()
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        multiply = torch.ops.zoo.narrow_linear.default if torch.compiler.is_compiling() else kernels.linear
-        y = multiply(x, self.blocks, self.scales, self.bias, self.num_columns)
+        y = torch.ops.zoo.blocked_linear.default(x, self.blocks, self.scales, self.bias, self.num_columns)
         return y if self.parts is None else y.split(self.parts, -1)
+
+
+class BlockedSwiGLU(nn.Module):
+    """A `SwiGLU` of two `BlockedLinear` without biases: x [..., in] -> [..., in]. It is one operator instead of
+    three, because a call costs as much as a small product."""
+
+    def __init__(self, gate_up: BlockedLinear, down: BlockedLinear):
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate_up.blocks, self.gate_up.scales, self.down.blocks, self.down.scales
+        return torch.ops.zoo.blocked_swiglu.default(x, *weights, self.down.num_columns)
 
 
 def rounded_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +214,7 @@ def rounded_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
-    "bf16": NarrowLinear,
+    "blocks": BlockedLinear,
     "onednn": PackedLinear,
 }
 
@@ -237,15 +261,18 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _empty_columns(
-    x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], num_columns))
+# Computed by kernels_operators.cpp, after `kernels.build`. Weights are `kernels.in_blocks`, and their scales
+# `kernels.scales_in_blocks` if they are int8; biases are float32 [num_columns]. Sums are float32.
+WEIGHTS = {
+    "blocked_linear": "Tensor blocks, Tensor? scales, Tensor? bias",
+    "blocked_swiglu": "Tensor gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales",
+}
 
 
-@operator("narrow_linear", gives=_empty_columns)
-def narrow_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor | None, bias: Tensor | None, num_columns: int
-) -> Tensor:
-    """See `kernels.linear`."""
-    return kernels.linear(x, blocks, scales, bias, num_columns)
+def _empty_columns(x: Tensor, *others: Any) -> Tensor:
+    """x [..., K] -> [..., num_columns], in x's dtype."""
+    return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+for _name, _weights in WEIGHTS.items():
+    kernels.cpp_operator(_name, f"(Tensor x, {_weights}, int num_columns) -> Tensor", _empty_columns)

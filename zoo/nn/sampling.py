@@ -136,6 +136,8 @@ def draw_inline(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     rows."""
     if logits.device.type == "cuda":
         return torch.ops.zoo.draw.default(logits, temperature, top_k, top_p, noise)
+    if kernels.has_operators(logits):
+        return torch.ops.zoo.draw_cpp.default(logits, temperature, top_k, top_p, noise, GREEDY)
     return _draw(logits, temperature, top_k, top_p, noise)
 
 
@@ -146,8 +148,15 @@ def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noi
     return torch.where(hot[:, None], noisy, logits).argmax(-1)
 
 
-def _empty_tokens(logits: Tensor, *others: Tensor) -> Tensor:
+def _empty_tokens(logits: Tensor, *others: Tensor | float) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+kernels.cpp_operator(
+    "draw_cpp",
+    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor noise, float greedy) -> Tensor",
+    _empty_tokens,
+)
 
 
 @operator("draw", gives=_empty_tokens)

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.nn.frame_attention import attend_and_grow, attend_dense
+from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.linear import Tables
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
 
@@ -34,26 +34,10 @@ class DepthBlock(Qwen3Block):
 
     @torch.compiler.nested_compile_region
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on x [B, L, D] at the positions of cos and sin [L, dim]. Return x, and the cache k, v
-        [B, Hkv, K, dim] fp32 with these positions added.
-
-        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
-        the frame's start and 1 after that.
-        """
-        # [B, H or Hkv, L, dim]
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x))
-        q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
-        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
-        return self.project_output(x, mixed.to(x.dtype)), k, v
-
-    @torch.compiler.nested_compile_region
-    def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
-        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
+        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
         positions added."""
         q, k, v = self.project_plain_qkv(x)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
@@ -84,7 +68,7 @@ class CodePredictor(nn.Module):
         hidden [B, D] comes after the talker's final norm; first [B] is code 0 and first_row [B, D] its
         embedding. pick(logits=, noise=) chooses each code: [B, V] fp32 -> [B]; noise [B, K - 1, V].
         """
-        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
+        stack = self._stack(hidden)
         codes = [first]
         x = torch.stack((hidden, first_row), 1)  # [B, 2, D]
         for step in range(self.codebooks - 1):
@@ -108,32 +92,13 @@ class CodePredictor(nn.Module):
         empty."""
         c = self.config
         cos, sin = self._rope(hidden.device)
-        # [K, K]
-        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
-        empty = torch.zeros(
-            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
-        )
-        cache = [(empty, empty)] * c.layers
-
-        def stack(x: Tensor, here: slice) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, *grown = layer(x, cos[here], sin[here], seen[here], *cache[i])
-                cache[i] = tuple(grown)
-            return x
-
-        return stack
-
-    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return the same function for a GPU."""
-        c = self.config
-        cos, sin = self._rope(hidden.device)
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
         cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
         positions = torch.arange(self.codebooks, device=hidden.device)
 
         def stack(x: Tensor, here: slice) -> Tensor:
             for i, layer in enumerate(self.layers):
-                x, cache[i] = layer.on_gpu(x, cos, sin, positions[here][:1], cache[i])  # type: ignore[operator]
+                x, cache[i] = layer(x, cos, sin, positions[here][:1], cache[i])
             return x
 
         return stack

@@ -130,7 +130,7 @@ def test_loading_and_packing_take_little_more_than_the_weights_of_16_bits(tmp_pa
     table = {f"{i}.weight": f"{i}.weight" for i in range(16)}
     weights = {name: torch.full((1024, 1024), 0.5, dtype=torch.bfloat16) for name in table}
     save_file(weights, tmp_path / "model.safetensors")
-    with choices.assumed("bf16"), bf16_kept(), Peak() as peak:
+    with choices.assumed("blocks"), bf16_kept(), Peak() as peak:
         load(layers, table, tmp_path, CPU, torch.float32)
         loading_bytes, peak.most = peak.most, peak.now
         pack(layers)

@@ -55,10 +55,10 @@ def test_the_depth_decoder_equals_one_pass_over_all_positions():
 
     assert depth(hidden, codes[:, 0], pick).tolist() == codes.tolist()
     rows = torch.stack([hidden, *(ours.lm.audio.table(k)[codes[:, k]] for k in range(3))], 1)
-    x, seen = depth.projector(rows), torch.ones(4, 4, dtype=torch.bool).tril()
+    x, first = depth.projector(rows), torch.tensor([0])
     for layer in depth.layers:
-        empty = torch.zeros(3, depth.config.kv_heads, 4, depth.config.head_dim)
-        x, _, _ = layer(x, depth.cos, depth.sin, seen, empty, empty)
+        empty = torch.zeros(3, 2, depth.config.kv_heads, 4, depth.config.head_dim)
+        x, _ = layer(x, depth.cos, depth.sin, first, empty)
     for k in range(1, 4):
         torch.testing.assert_close(drawn[k], depth.heads[k - 1](depth.norm(x[:, k])), rtol=0, atol=1e-5)
 
@@ -76,19 +76,6 @@ def test_a_frame_takes_one_pass_less_than_it_has_codes():
     )
     hook.remove()
     assert lengths == [2, 1, 1]
-
-
-def test_the_way_of_a_gpu_equals_that_of_a_cpu():
-    ours = family("csm")
-    depth, generator = ours.lm.depth, torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, ours.config.depth.hidden, generator=generator)
-    hidden = torch.zeros(3, 1)
-    for here in (slice(0, 2), slice(2, 3), slice(3, 4)):
-        if here.start == 0:
-            plain, gpu = depth._stack(hidden), depth._stack_on_gpu(hidden)
-        one, other = plain(x, here), gpu(x, here)
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-        x = one[:, -1:]
 
 
 def windows(decoder, codes: Tensor, sizes: list[int]) -> Tensor:

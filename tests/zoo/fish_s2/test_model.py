@@ -72,11 +72,12 @@ def test_a_frame_takes_one_pass_less_than_it_has_positions():
     hook.remove()
     assert num_calls == [2, *[1] * (FISH.config.codebooks - 2)]
     codes = [first]
-    for k in range(1, FISH.config.codebooks):
+    for _ in range(1, FISH.config.codebooks):
         x = torch.cat((hidden[:, None], fast.embedding(torch.stack(codes, 1))), 1)  # [B, 1 + k, D]
-        empty = x.new_zeros(3, fast.config.kv_heads, FISH.config.codebooks, fast.config.head_dim)
+        empty = x.new_zeros(3, 2, fast.config.kv_heads, FISH.config.codebooks, fast.config.head_dim)
+        cos, sin = (fast.rope[:, i].repeat_interleave(2, -1) for i in range(2))
         for layer in fast.layers:
-            x, *_ = layer(x, fast.rope[: k + 1], fast.seen[: k + 1], empty, empty)
+            x, _ = layer(x, cos, sin, torch.tensor([0]), empty)
         codes.append(fast.head(fast.norm(x[:, -1])).argmax(-1))
     assert torch.equal(made, torch.stack(codes, 1))
 

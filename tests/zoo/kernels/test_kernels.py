@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from zoo import kernels
 from zoo.cosyvoice2.sampling import nucleus
-from zoo.nn.attention import paged_attention
 from zoo.nn.sampling import gumbel, keep_likely, normal
 from zoo.nn.snake import snake
-
-PAGE = 16
 
 
 @pytest.fixture(autouse=True)
@@ -24,64 +24,6 @@ def _built():
 def plain(call):
     with kernels.plain():
         return call()
-
-
-def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: int = 3, width: int = 16):
-    """Return a launch with one query per sequence of `lengths` positions, over shuffled pages. Unwritten rows
-    are NaN."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    pages = max(-(-length // PAGE) for length in lengths)
-    rows = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) * 2 * PAGE
-    kv = torch.full((rows.numel() * 2 * PAGE, kv_heads, width), torch.nan)
-    for sequence, length in zip(rows, lengths, strict=True):
-        for i in range(length):
-            at = sequence[i // PAGE] + i % PAGE
-            kv[at], kv[at + PAGE] = torch.randn(2, kv_heads, width, generator=generator)
-    q = torch.randn(len(lengths), kv_heads * groups, width, generator=generator)
-    return (
-        q.to(dtype),
-        kv.to(dtype),
-        rows,
-        torch.tensor(lengths),
-        torch.arange(len(lengths) + 1),
-        PAGE,
-        width**-0.5,
-    )
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)], ids=str)
-@pytest.mark.parametrize("lengths", [[1], [16, 17], [5, 300, 33, 1, 64]], ids=str)
-def test_attention_equals_torch(lengths, dtype, most, threads, monkeypatch):
-    q, kv, *rest = launch(lengths, dtype)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    found = paged_attention(q, kv, *rest)
-    expected = plain(lambda: paged_attention(q.double(), kv.double().nan_to_num(0), *rest))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=most)
-
-
-def test_a_row_depends_on_neither_the_others_nor_the_threads(monkeypatch):
-    q, kv, rows, lengths, starts, *rest = launch([40, 700, 3], torch.float32)
-    together = paged_attention(q, kv, rows, lengths, starts, *rest)
-    for threads in (1, 2, 7):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for b in range(3):
-            alone = paged_attention(q[b : b + 1], kv, rows[b : b + 1], lengths[b : b + 1], starts[:2], *rest)
-            assert torch.equal(alone, together[b : b + 1])
-
-
-def test_a_prompt_and_another_dtype_are_left_to_torch():
-    q, kv, *rest = launch([20], torch.float64)
-    assert (
-        kernels.know(q.float(), kv.float())
-        and not kernels.know(q.float(), kv)
-        and not plain(lambda: kernels.know(q.float()))
-    )
-    assert torch.equal(
-        paged_attention(q, kv.nan_to_num(0), *rest),
-        plain(lambda: paged_attention(q, kv.nan_to_num(0), *rest)),
-    )
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 500, 507])
@@ -232,5 +174,25 @@ def test_the_kernels_keep_to_the_instruction_set_that_torch_is_limited_to(monkey
         assert kernels.level() == level
         keys.add(kernels.key())
     assert len(keys) == 4
-    kernels.build()  # for any processor
-    assert kernels.in_blocks(torch.zeros(1, 3, dtype=torch.bfloat16)).shape == (1, 3, 4 * 4)
+    with pytest.raises(AssertionError, match="another instruction set"):
+        kernels.build()
+
+
+ANY_PROCESSOR = """
+import torch
+from zoo import kernels
+from zoo.nn.packed import BlockedLinear
+kernels.build()
+layer = torch.nn.Linear(3, 5, bias=False)
+layer.weight.data = layer.weight.data.bfloat16().float()
+narrow, x = BlockedLinear(layer), torch.randn(7, 3)
+assert narrow.blocks.shape == (1, 3, 4 * 4), narrow.blocks.shape
+torch.testing.assert_close(narrow(x), layer(x))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of another processor")
+def test_the_kernels_run_on_any_processor():
+    subprocess.run(
+        [sys.executable, "-c", ANY_PROCESSOR], env=os.environ | {"ATEN_CPU_CAPABILITY": "default"}, check=True
+    )

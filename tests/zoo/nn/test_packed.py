@@ -16,7 +16,7 @@ from zoo.contract import Speech
 from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import BF16FusedLinear, BF16Linear, NarrowEmbedding, NarrowTables, narrow
 from zoo.nn.packed import (
-    NarrowLinear,
+    BlockedLinear,
     PackedLinear,
     convolve,
     pack,
@@ -75,10 +75,10 @@ def test_other_dtypes_and_devices_are_left_as_they_are():
 
 
 def test_small_matrices_are_left_as_they_are():
-    # in float32, just below 512 KiB and exactly 512 KiB
-    module = nn.Sequential(nn.Linear(512, 255), nn.Linear(512, 256))
+    # in float32, just below 64 KiB and exactly 64 KiB
+    module = nn.Sequential(nn.Linear(64, 255), nn.Linear(64, 256))
     pack(module)
-    assert type(module[0]) is nn.Linear and type(module[1]) is PackedLinear
+    assert type(module[0]) is nn.Linear and type(module[1]) in (BlockedLinear, PackedLinear)
 
 
 def test_a_packed_family_speaks_the_same():
@@ -102,23 +102,26 @@ def rounded(layer: nn.Module) -> nn.Module:
 # sizes that fill blocks of columns, and stretches of summed positions, on no CPU
 @pytest.mark.parametrize("sizes", [(70, 200), (600, 515)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_weights_of_16_bits_stay_in_bf16_and_give_the_results_of_fp32(sizes, bias):
+@pytest.mark.parametrize("bits", [16, 32])
+def test_weights_keep_their_bits_and_give_the_results_of_fp32(sizes, bias, bits):
     kernels.build()
     torch.manual_seed(0)
-    plain = nn.Sequential(rounded(nn.Linear(*sizes, bias=bias)))
+    linear = nn.Linear(*sizes, bias=bias)
+    plain = nn.Sequential(rounded(linear) if bits == 16 else linear)
     x = torch.randn(2, 5, sizes[0])
     with torch.inference_mode():
         expected = plain.double()(x.double())
         plain.float()
-        pack(plain, 0)
+        with choices.assumed("blocks"):
+            pack(plain, 0)
         torch.testing.assert_close(plain(x).double(), expected, rtol=0, atol=5e-6)
     narrow = plain[0]
-    assert isinstance(narrow, NarrowLinear) and not list(plain.parameters())
-    assert narrow.blocks.nbytes <= 2 * sizes[0] * (sizes[1] + 127)  # whole blocks
+    assert isinstance(narrow, BlockedLinear) and not list(plain.parameters())
+    assert narrow.blocks.nbytes <= bits // 8 * sizes[0] * (sizes[1] + 127)  # whole blocks
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_threads(threads, monkeypatch):
+def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_threads(threads):
     kernels.build()
     torch.manual_seed(0)
     narrow = nn.Sequential(rounded(nn.Linear(700, 160)))
@@ -126,9 +129,11 @@ def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_thread
     with torch.inference_mode():
         pack(narrow, 0)
         together = narrow(x)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         for rows in (slice(0, 1), slice(3, 5), slice(5, 8), slice(8, 13), slice(13, 29)):
             assert torch.equal(narrow(x[rows]), together[rows])
+        torch.set_num_threads(before)
 
 
 def int8(layer: nn.Module) -> nn.Module:
@@ -177,22 +182,24 @@ def test_heads_and_weights_of_more_bits_are_not_rounded_to_int8():
             "fp32": nn.Linear(64, 64),
         }
     )
-    with choices.assumed("bf16"):
+    with choices.assumed("blocks"):
         pack(module, 0, is_int8=True)
     assert module["codec_head"].scales is None and module["heads"][0].scales is None
-    assert module["out"].scales is not None and isinstance(module["fp32"], PackedLinear)
+    assert module["out"].scales is not None
+    assert module["fp32"].scales is None and module["fp32"].blocks.dtype == torch.float32
 
 
 def test_weights_of_more_than_16_bits_are_not_rounded():
     kernels.build()
     module = nn.ModuleDict({"linear": nn.Linear(64, 64), "rows": nn.Embedding(64, 64)})
-    pack(module, 0)
-    assert isinstance(module["linear"], PackedLinear) and type(module["rows"]) is nn.Embedding
+    with choices.assumed("blocks"):
+        pack(module, 0)
+    assert module["linear"].blocks.dtype == torch.float32 and type(module["rows"]) is nn.Embedding
 
 
 def test_the_form_that_was_measured_to_be_faster_is_used():
     kernels.build()
-    for form, kind in (("bf16", NarrowLinear), ("onednn", PackedLinear)):
+    for form, kind in (("blocks", BlockedLinear), ("onednn", PackedLinear)):
         module = nn.Sequential(rounded(nn.Linear(64, 64)))
         with choices.assumed(form):
             pack(module, 0)
@@ -209,7 +216,7 @@ def test_bf16_products_without_kernels_of_onednn_are_computed_in_fp32(monkeypatc
         module.bfloat16()
         pack(module, 0)
         torch.testing.assert_close(module(x), expected.bfloat16(), rtol=0.01, atol=1e-3)
-    assert isinstance(module[0], NarrowLinear)
+    assert isinstance(module[0], BlockedLinear)
 
 
 def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
@@ -242,7 +249,7 @@ def test_every_family_generates_the_same_codes_with_weights_in_bf16(name, tmp_pa
     assert_same(zoo.generate(narrow, request), plain)
     kernels.build()
     pack(narrow, 4096)
-    assert any(isinstance(module, NarrowLinear) for module in narrow.modules())
+    assert any(isinstance(module, BlockedLinear) for module in narrow.modules())
     assert_same(zoo.generate(narrow, request), plain)
 
 
