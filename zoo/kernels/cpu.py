@@ -96,7 +96,7 @@ def has(tensor: Tensor) -> bool:
 
 
 def has_operators(tensor: Tensor) -> bool:
-    """Return whether the operators of kernels_operators.cpp exist for data on the tensor's device. Other than
+    """Return whether the operators of kernels_operators.cpp exist for data on the tensor's device. Unlike
     `has`, this also holds under torch.compile."""
     is_wanted = torch.compiler.is_compiling() or not is_plain()
     return _library is not None and is_wanted and tensor.device.type == "cpu"

@@ -107,6 +107,8 @@ Tensor draw_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
                  mass = torch::stable::contiguous(top_p);
     const int64_t B = given.size(0), V = given.size(1);
     STD_TORCH_CHECK(noise.stride(1) == 1 && noise.size(1) == V, "the noise of a row is not contiguous");
+    for (const Tensor* x : {&given, &heat, &mass, &noise})
+        STD_TORCH_CHECK(x->scalar_type() == ScalarType::Float, "logits, temperature, top_p or noise is not float32");
     Tensor out = torch::stable::new_empty(given, {B}, ScalarType::Long);
     draw(data<float>(given), data<float>(heat), data<int64_t>(most), data<float>(mass), data<float>(noise), noise.stride(0), float(greedy),
          data<int64_t>(out), B, V, int(torch::stable::get_num_threads()));
@@ -131,6 +133,8 @@ std::tuple<Tensor, Tensor> grow_frame_attention(const Tensor& q, const Tensor& k
     for (const Tensor* x : {&q, &k, &v})
         STD_TORCH_CHECK(x->stride(3) == 1 && x->stride(2) == D && (L == 1 || x->stride(1) == step) && (x->size(0) == 1 || x->stride(0) == L * step),
                         "tokens of queries, keys and values lie differently far apart");
+    STD_TORCH_CHECK(q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16, "queries are neither float32 nor bfloat16");
+    STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "queries, keys and values differ in dtype");
     STD_TORCH_CHECK(first >= 0 && first + L <= cache.size(3) && cos.size(0) == cache.size(3), "position ", first, " of ", cache.size(3));
     STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == ScalarType::Float && sin.scalar_type() == ScalarType::Float,
                     "the rotary table is not contiguous float32");

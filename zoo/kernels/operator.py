@@ -42,10 +42,12 @@ def operator(
     return register
 
 
-def cpp_operator(name: str, arguments: str, gives: Callable[..., Any] = like_first) -> None:
-    """Declare an operator that kernels_operators.cpp computes, on a CPU and after `kernels.build`. arguments:
-    and results, as in a schema of torch."""
-    torch.library.define(f"zoo::{name}", arguments)
+def cpp_operator(name: str, schema: str, gives: Callable[..., Any] = like_first) -> None:
+    """Declare an operator that kernels_operators.cpp computes, on a CPU and after `kernels.build`.
+
+    schema: arguments and results, as torch writes them. gives: as in `operator`.
+    """
+    torch.library.define(f"zoo::{name}", schema)
     torch.library.register_fake(f"zoo::{name}", gives)
 
 

@@ -27,7 +27,7 @@ from zoo.kernels.operator import operator
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 
-LEAST_BYTES = 64 << 10  # below, the layout saves nothing
+LEAST_BYTES = 64 << 10  # smaller matrices take little of a step
 KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
@@ -261,18 +261,21 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-# Computed by kernels_operators.cpp, after `kernels.build`. Weights are `kernels.in_blocks`, and their scales
-# `kernels.scales_in_blocks` if they are int8; biases are float32 [num_columns]. Sums are float32.
-WEIGHTS = {
-    "blocked_linear": "Tensor blocks, Tensor? scales, Tensor? bias",
-    "blocked_swiglu": "Tensor gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales",
-}
-
-
 def _empty_columns(x: Tensor, *others: Any) -> Tensor:
     """x [..., K] -> [..., num_columns], in x's dtype."""
     return x.new_empty((*x.shape[:-1], others[-1]))
 
 
-for _name, _weights in WEIGHTS.items():
-    kernels.cpp_operator(_name, f"(Tensor x, {_weights}, int num_columns) -> Tensor", _empty_columns)
+# Weights are `kernels.in_blocks`, with `kernels.scales_in_blocks` if they are int8. A bias is float32
+# [num_columns]. Sums are float32.
+kernels.cpp_operator(
+    "blocked_linear",
+    "(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int num_columns) -> Tensor",
+    _empty_columns,
+)
+kernels.cpp_operator(
+    "blocked_swiglu",
+    "(Tensor x, Tensor gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales, int num_columns)"
+    " -> Tensor",
+    _empty_columns,
+)
