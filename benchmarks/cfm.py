@@ -19,7 +19,7 @@ import torch
 import zoo
 from compile_cache.lower import any_size, lower
 from compile_cache.strategy import Whole
-from zoo.nn.packed import pack
+from zoo.nn.pack import pack
 
 
 def best_ms(call: Callable[[], object], tries: int) -> float:

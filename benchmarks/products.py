@@ -2,7 +2,8 @@
 
     python benchmarks/products.py DIR [--streams 1 2 4 8 16] [--threads 1]
 
-Each layout is used for all large matrices, and the last row has the faster one for each shape, as a server does.
+Each layout is used for all large matrices, and the last row has the faster one for each shape. A server uses ours in
+stacks of blocks, which are one operator there.
 Products run in the order of a step, so a matrix that is read fifteen times a frame counts fifteen times.
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,18 +28,25 @@ from serving.engine.device.arena import PAGE_TOKENS, Arena, common_page_bytes
 from serving.engine.device.runner import Runner
 from serving.tools.requests import first_request
 from zoo import kernels
+from zoo.nn.block import PreNormBlock
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear, pack
+from zoo.nn.pack import pack
+from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear
 
 PRODUCTS = (nn.Linear, FusedLinear, BlockedLinear, BlockedSwiGLU, PackedLinear)
 LAYOUTS = {"onednn": "oneDNN's, 32 bits", "blocks": "ours", None: "the faster one"}
 TRIES = 7
 
 
+def assumed(layout: str | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if layout is None else choices.assumed(layout)
+
+
 def calls_of_a_step(directory: str, streams: int, layout: str | None) -> list[tuple[nn.Module, Tensor]]:
     """Return the products of an eager step and what each of them reads, in their order."""
     family = zoo.load(directory, "cpu", "float32", keeps_bf16=True)
-    with contextlib.nullcontext() if layout is None else choices.assumed(layout):
+    # blocks apart, so that each product is called and has every layout
+    with mock.patch.object(PreNormBlock, "is_stacked", False), assumed(layout):
         pack(family)
     lanes, pages = family.spec.lanes, 4
     arena = Arena([family], (streams * lanes * pages + 2) * common_page_bytes([family]))

@@ -22,7 +22,7 @@ import zoo
 from serving.tools.requests import first_request
 from zoo import kernels
 from zoo.contract import Family, View
-from zoo.nn.packed import pack
+from zoo.nn.pack import pack
 
 
 def windows(family: Family[Any], offset: int) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     from serving.tools.requests import first_request
     from zoo import kernels
     from zoo.nn.linear import SwiGLU
-    from zoo.nn.packed import pack
+    from zoo.nn.pack import pack
 
     torch._inductor.config.cpp.enable_kernel_profile = True
     family = zoo.load(directory, dtype=dtype)

@@ -33,10 +33,10 @@ from train_a_voice.codes import SIZE, Codebooks
 from train_a_voice.pool import IGNORE, Board, Noise, Pool
 from train_a_voice.sprint import Clock, Every, Log, Losses, Step, optimiser_of, run
 from zoo.nn.norm import RMSNorm
+from zoo.nn.qwen3 import Block
 from zoo.nn.rope import rope_table, rotate
-from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
-from zoo.qwen3_tts.depth import CodePredictor
+from zoo.qwen3_tts.depth import CodePredictor, DepthBlock
 from zoo.qwen3_tts.model import Talker
 
 GUIDED = (1, 2)  # layers whose first head learns where to look
@@ -246,17 +246,20 @@ def softness_of(codebooks: Codebooks) -> Tensor:
     return (codebooks.rest[:-1] - codebooks.rest[1:]).clamp(min=1e-3) / math.log(SIZE)
 
 
-def blocks(stack: Talker | CodePredictor) -> list[Qwen3Block]:
-    return [layer for layer in stack.layers if isinstance(layer, Qwen3Block)]
+def blocks(stack: Talker | CodePredictor) -> list[Block | DepthBlock]:
+    return [layer for layer in stack.layers if isinstance(layer, Block | DepthBlock)]
 
 
-def run_block(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_block(
+    layer: Block | DepthBlock, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run a block over a dense batch: x [B, L, D], cos and sin [L, dim] -> x, and its first head's q and k
     [B, L, dim]."""
-    q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
+    q, k, v = layer.project(x)
+    q, k, v = (part.transpose(1, 2) for part in (layer.q_norm(q), layer.k_norm(k), v))  # [B, heads, L, dim]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     mixed = attend(q.to(v.dtype), k.to(v.dtype), v)
-    return layer.project_output(x, mixed.transpose(1, 2).flatten(2)), q[:, 0], k[:, 0]
+    return layer.combine(x, mixed.transpose(1, 2).flatten(2)), q[:, 0], k[:, 0]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

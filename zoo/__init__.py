@@ -96,7 +96,7 @@ def load(
     bfloat16 on a GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for
     families that take one. keeps_bf16: a float32 model on a CPU keeps large weights that are published in
     bf16 as they are. It computes the same numbers with half the memory, and is slow until
-    `zoo.nn.packed.pack`. device_map: layers (`serving.engine.memory.device_map.layers`) that lie on another
+    `zoo.nn.pack.pack`. device_map: layers (`serving.engine.memory.device_map.layers`) that lie on another
     device, such as {"talker.layers.3": "cpu"}, and are copied to the model's before they run. chunked: see
     `Family.render_in_chunks`.
     """

@@ -189,7 +189,7 @@ def _is_in(name: str, submodule: str | None) -> bool:
 @contextmanager
 def bf16_kept() -> Iterator[None]:
     """In this context, large layers that are loaded in float32 keep weights that are bf16 in the files as
-    they are (see `nn.narrow`). A model needs half the memory then, and is slow until `nn.packed.pack`."""
+    they are (see `nn.narrow`). A model needs half the memory then, and is slow until `nn.pack.pack`."""
     token = _keeps_bf16.set(True)
     try:
         yield

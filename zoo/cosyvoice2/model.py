@@ -48,11 +48,11 @@ from zoo.cosyvoice2.prompt import (
 from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import SIZES, STRATEGY
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
-from zoo.nn.attention import Paged, attend
-from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.blocked_stack import run_blocks
+from zoo.nn.llama import Block
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 from zoo.nn.rows import to_device
 from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.hift import Vocoder
@@ -69,28 +69,6 @@ MAX_CODES_AT_ONCE, MAX_CODES_HEARD = 400, 200
 NOISE_STEP = 1 << 31  # the vocoder draws noise at steps from here on, the language model below
 
 
-class Block(nn.Module):
-    """A Qwen2 block over paged keys and values."""
-
-    def __init__(self, config: LMConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (width, kv_width, kv_width), bias=True)
-        self.out = nn.Linear(width, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, 1, dim]"""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5)
-        x = x + self.out(y.flatten(1))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class SpeechLM(nn.Module):
     """The networks in llm.pt. The text head is tied to the text table and never used."""
 
@@ -99,7 +77,7 @@ class SpeechLM(nn.Module):
         self.text = nn.Embedding(config.text_vocab, config.hidden)
         self.control = nn.Embedding(2, config.hidden)
         self.codes = nn.Embedding(config.num_outputs, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, has_bias=True) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = nn.Linear(config.hidden, config.num_outputs)
         self.text_head: nn.Module | None = nn.Linear(config.hidden, config.text_vocab, bias=False)
@@ -353,11 +331,8 @@ class CosyVoice2(Family[CosyVoice2State]):
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         config = self.config.lm
         cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, inputs.dtype)
-        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
-        x = inputs
-        for i, layer in enumerate(self.lm.layers):
-            x = layer(x, cos, sin, Paged(batch, i))
-        return self.lm.norm(x)
+        rotary = cos[:, None], sin[:, None]  # [T, 1, dim]
+        return run_blocks(self.lm.layers, self.lm.norm, inputs, rotary, batch)
 
     def emit(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> None:
         """Append one code (40 ms) to each slot's tape, or end the speech if the sampled id is not a code.

@@ -23,27 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.csm.config import Config
-from zoo.nn.frame_attention import attend_and_grow
+from zoo.nn.blocked_stack import FrameBlock, frame_stack
 from zoo.nn.linear import Tables
-from zoo.nn.llama import Block, frequencies
+from zoo.nn.llama import frequencies
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
-
-
-class DepthBlock(Block):
-    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and
-    passes share two compiled regions."""
-
-    @torch.compiler.nested_compile_region
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
-        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
-        positions added."""
-        q, k, v = self.project(x)
-        mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache)
-        return self.combine(x, mixed.flatten(2)), cache
 
 
 class DepthDecoder(nn.Module):
@@ -59,7 +43,7 @@ class DepthDecoder(nn.Module):
         self.codebooks, self.vocab = config.codebooks, config.vocab
         hidden = config.depth.hidden
         self.projector = nn.Linear(config.backbone.hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(DepthBlock(config.depth) for _ in range(config.depth.layers))
+        self.layers = nn.ModuleList(FrameBlock(config.depth) for _ in range(config.depth.layers))
         self.norm = RMSNorm(hidden, config.depth.eps)
         # as published: head k gives h @ published_heads[k]
         self.published_heads: nn.Parameter | None = nn.Parameter(
@@ -91,13 +75,12 @@ class DepthDecoder(nn.Module):
 
         pick(logits [B, V] fp32, k) -> [B] chooses code k.
         """
-        stack = self._stack(hidden)
+        stack = frame_stack(self.layers, self.norm, self.cos, self.sin, hidden)
         codes = [first]
         x = torch.stack((self.projector(hidden), self._row(first, 0)), 1)  # [B, 2, D]
         for k in range(1, self.codebooks):
             here = slice(0, 2) if k == 1 else slice(k, k + 1)
-            x = stack(x, here)
-            code = pick(self.heads[k - 1](self.norm(x[:, -1])).float(), k)
+            code = pick(self.heads[k - 1](stack(x, here)).float(), k)
             codes.append(code)
             if k + 1 < self.codebooks:
                 x = self._row(code, k)[:, None]  # [B, 1, D]
@@ -106,18 +89,3 @@ class DepthDecoder(nn.Module):
     def _row(self, code: Tensor, k: int) -> Tensor:
         """Return the embedding [B, D] of code k."""
         return F.embedding(code, self.rows.narrow(0, k * self.vocab, self.vocab))
-
-    def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
-        empty."""
-        c = self.config
-        shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
-        cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
-        positions = torch.arange(self.codebooks, device=hidden.device)
-
-        def stack(x: Tensor, here: slice) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, cache[i] = layer(x, self.cos, self.sin, positions[here][:1], cache[i])
-            return x
-
-        return stack

@@ -1,4 +1,4 @@
-"""The transformer block that both stacks share, and the RoPE rotation of all attention in this model.
+"""The block of the slow AR, and the RoPE rotation of all attention in this model.
 
 The RoPE table is rounded to bf16, even if the model runs in fp32. The model depends on this rounding as on
 its weights: published implementations with an exact table report garbled and endless speech.
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.fish_s2.config import StackConfig
-from zoo.nn.linear import SwiGLU
-from zoo.nn.norm import RMSNorm
+from zoo.nn.attention import Paged, attend
+from zoo.nn.block import PreNormBlock
+from zoo.nn.frame_attention import rotate_pairs
 
 
 def rope_table(num_positions: int, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
@@ -23,49 +24,34 @@ def rope_table(num_positions: int, dim: int, theta: float, device: torch.device 
     return torch.stack((angle.cos(), angle.sin()), 1).bfloat16().to(device)
 
 
-def rotate_pairs(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [..., H, dim] by table [..., 2, dim / 2] of its positions: value 2i pairs with value 2i + 1.
-    The rotation is in fp32 or wider."""
+def turns(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `rotate` takes, cos and sin [..., dim] float32, from a RoPE table's rows [..., 2, dim / 2]."""
+    # in separate storage, because a compiled region accepts no two inputs with the same one
+    cos, sin = (rows[..., i, :].float().repeat_interleave(2, -1).contiguous() for i in range(2))
+    return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., H, dim] by cos and sin [..., 1, dim] of its positions, in fp32 or wider: value 2i pairs with
+    value 2i + 1."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
-    cos, sin = table.to(wide.dtype)[..., None, :, :].unbind(-2)  # [..., 1, dim / 2] each
-    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+    return rotate_pairs(wide, cos.to(wide.dtype), sin.to(wide.dtype)).to(x.dtype)
 
 
-class DualARBlock(nn.Module):
-    """Grouped-query attention, then a gated MLP. Both are pre-norm and residual. The slow stack also has a
-    norm per head."""
+class SlowBlock(PreNormBlock):
+    """A block of the slow stack: paged attention with a norm per head, then a gated MLP."""
+
+    is_paired = True
 
     def __init__(self, config: StackConfig):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.parts = (queries, keys, keys)
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = nn.Linear(config.hidden, sum(self.parts), bias=False)
-        if config.has_qk_norm:
-            # nn.RMSNorm multiplies by its weight before it rounds; our RMSNorm does so after rounding.
-            self.q_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
-            self.k_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-        self.out = nn.Linear(queries, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
+        super().__init__(config)
+        # nn.RMSNorm multiplies by its weight before it rounds; our RMSNorm does so after rounding.
+        self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
 
-    def project_qkv(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D] and table [..., 2, dim / 2] of its positions -> rotated queries [..., H, dim], rotated
-        keys and values [..., Hkv, dim]."""
-        q, k, v = self.project_plain_qkv(x)
-        return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v
-
-    def project_plain_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same as `project_qkv`, but without the norm per head and without rotation."""
-        parts = self.qkv(self.norm(x)).split(self.parts, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return q, k, v
-
-    def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x [..., D] and the attention output of its heads [..., H * dim] -> the block's output [..., D]."""
-        x = x + self.out(mixed)
-        return x + self.mlp(self.mlp_norm(x))
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        """x [T, D] -> [T, D]; cos and sin [T, 1, dim] float32."""
+        q, k, v = self.project(x)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))

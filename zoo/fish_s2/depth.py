@@ -20,28 +20,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.fish_s2.block import DualARBlock
+from zoo.fish_s2.block import turns
 from zoo.fish_s2.config import Config
-from zoo.nn.frame_attention import attend_and_grow
+from zoo.nn.blocked_stack import FrameBlock, frame_stack
 from zoo.nn.norm import RMSNorm
 
 
-class FastBlock(DualARBlock):
-    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and
-    passes share two compiled regions."""
+class FastBlock(FrameBlock):
+    """Its rotated values are rounded, as in the original."""
 
-    @torch.compiler.nested_compile_region
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
-        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
-        positions added."""
-        q, k, v = self.project_plain_qkv(x)
-        mixed, cache = attend_and_grow(
-            q, k, v, cos, sin, self.head_dim**-0.5, position, cache, is_paired=True, is_rounded=True
-        )
-        return self.project_output(x, mixed.flatten(2)), cache
+    is_paired = is_rounded = True
 
 
 class FastAR(nn.Module):
@@ -60,31 +48,12 @@ class FastAR(nn.Module):
 
         pick(logits [B, V] fp32, k) -> [B] chooses code k.
         """
-        stack = self._stack(hidden)
+        stack = frame_stack(self.layers, self.norm, *turns(self.rope), hidden)
         codes = [first]
         x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
         for k in range(1, self.codebooks):
             here = slice(0, 2) if k == 1 else slice(k, k + 1)
-            x = stack(x, here)
-            code = pick(self.head(self.norm(x[:, -1])).float(), k)
+            code = pick(self.head(stack(x, here)).float(), k)
             codes.append(code)
             x = self.embedding(code)[:, None]  # [B, 1, D]
         return torch.stack(codes, 1)
-
-    def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
-        empty."""
-        c = self.config
-        # [K, dim] each, in separate storage: a compiled region of torch 2.11 accepts no two inputs with the
-        # same storage.
-        cos, sin = (self.rope[:, i].float().repeat_interleave(2, -1).contiguous() for i in range(2))
-        shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
-        cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
-        positions = torch.arange(self.codebooks, device=hidden.device)
-
-        def stack(x: Tensor, here: slice) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                x, cache[i] = layer(x, cos, sin, positions[here][:1], cache[i])
-            return x
-
-        return stack

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.fish_s2.block import rope_table, rotate_pairs
+from zoo.fish_s2.block import rope_table, rotate, turns
 from zoo.fish_s2.config import TransformerConfig
 from zoo.nn.conv import CausalConv1d, CodecState, Stateful
 from zoo.nn.linear import SwiGLU
@@ -63,15 +63,15 @@ class Layer(Stateful):
         self.mlp = SwiGLU(width, config.inner)
         self.mlp_scale = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, N, D] -> [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N] marks the keys
-        that each position may attend to."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, state: CodecState) -> Tensor:
+        """x [B, N, D] -> [B, N, D]; cos and sin [B, N, 1, dim]; seen [B, 1, N, window - 1 + N] marks the
+        keys that each position may attend to."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = rearrange(qkv, "b n (three h d) -> three b n h d", three=3, h=self.heads)
-        k = rotate_pairs(k, table)
+        k = rotate(k, cos, sin)
         kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + N, 2D]
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)
-        y = F.scaled_dot_product_attention(rotate_pairs(q, table).transpose(1, 2), k, v, attn_mask=seen)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
         x = torch.addcmul(x, self.attention_scale, self.out(rearrange(y, "b h n d -> b n (h d)")))
         return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
 
@@ -99,14 +99,14 @@ class Transformer(nn.Module):
         x = x.mT
         frame = torch.arange(x.shape[1], device=x.device)
         kept = self.config.window - 1
-        table = self.rope[start[:, None] + frame]  # [B, N, 2, dim / 2]
+        cos, sin = turns(self.rope[start[:, None] + frame][:, :, None])  # [B, N, 1, dim]
         # Key j lies window - 1 - j positions before this call's first one. The zeros from before the start of
         # the stream are masked.
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [N, window - 1 + N]
         seen = window & (key >= kept - start[:, None])[:, None]  # [B, N, window - 1 + N]
         for layer in self.layers:
-            x = layer(x, table, seen[:, None], state)
+            x = layer(x, cos, sin, seen[:, None], state)
         return self.norm(x).mT
 
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
-from zoo.fish_s2.block import DualARBlock, rope_table
+from zoo.fish_s2.block import SlowBlock, rope_table, turns
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.depth import FastAR
 from zoo.fish_s2.prompt import PromptWriter, Writer, column_keys, passes
 from zoo.fish_s2.sampling import RAS_WINDOW, draw, draw_semantic, remember
 from zoo.fish_s2.strategy import STRATEGY
-from zoo.nn.attention import Paged, attend
+from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
@@ -38,16 +38,6 @@ AnyWriter = TypeVar("AnyWriter", bound=Writer)
 # The cap of the original's server, for a request that sets none. A short text gets less, because the model
 # may never emit the end.
 DEFAULT_FRAMES = 1024
-
-
-class SlowBlock(DualARBlock):
-    """A block of the slow stack, with paged attention."""
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, table: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; table [T, 2, dim / 2]."""
-        q, k, v = self.project_qkv(x, table)
-        return self.project_output(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class DualAR(nn.Module):
@@ -162,12 +152,9 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         codes = state.last_frame(slots)  # [B, K]
         return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
 
-    def stack(self, inputs: Tensor, batch: Batch) -> Tensor:
-        table = self.lm.rope[batch.positions]  # [T, 2, dim / 2]
-        x = inputs
-        for i, layer in enumerate(self.lm.layers):
-            x = layer(x, table, Paged(batch, i))
-        return x
+    def stack(self, inputs: Tensor, batch: Batch, norm: RMSNorm | None) -> Tensor:
+        rotary = turns(self.lm.rope[batch.positions][:, None])  # [T, 1, dim]
+        return run_blocks(self.lm.layers, norm, inputs, rotary, batch)
 
     def scores(self, h: Tensor, steps: Tensor) -> Tensor:
         """Return logits [B, V + 1] in fp32 for code 0 and, last, the end. The end is banned in the first
@@ -225,7 +212,7 @@ class FishS2(FishFamily[PromptWriter]):
         return messages
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        return self.lm.norm(self.stack(inputs, batch))
+        return self.stack(inputs, batch, self.lm.norm)
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
         """Append one frame of codes (46.4 ms) per slot, or the end. h [B, D] is the slow AR's hidden state at

@@ -190,7 +190,7 @@ class OpenAudioS1(FishFamily[LineWriter]):
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states before the final norm. Only the head reads them after the norm."""
-        return self.stack(inputs, batch)
+        return self.stack(inputs, batch, norm=None)
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
         """Append one frame per slot, or the end, as in S2. Residual codes that occur in the same codebook of

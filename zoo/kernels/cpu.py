@@ -25,9 +25,10 @@ from zoo.kernels.operator import is_plain
 # compiled as one file, in this order
 FILES = (
     "kernels.cpp",
-    "kernels_frame.cpp",
     "kernels_render.cpp",
+    "kernels_frame.cpp",
     "kernels_products.cpp",
+    "kernels_stack.cpp",
     "kernels_operators.cpp",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in FILES)

@@ -37,60 +37,64 @@ inline void narrow(float x, bfloat16& y) {
     y.bits = x == x ? uint16_t((u.bits + 0x7FFF + ((u.bits >> 16) & 1)) >> 16) : 0x7FC0;  // to nearest, ties to even
 }
 
-// Attention with one query per sequence, for B sequences. q and out [B, Hkv * G, D]; kv [rows, Hkv, D]; pages [B, P]: the row of each page's first
-// key, with its values `page` rows further; lengths [B]. A thread reads whole rows, or a part of the heads if there are more threads than sequences.
+// The pages of B sequences. kv [rows, Hkv, D]; pages [B, P]: the row of each page's first key, less `offset`, with its values `page` rows further;
+// lengths [B].
 template <typename T>
-void attend(const T* q, const T* kv, const int64_t* pages, const int64_t* lengths, T* out, int64_t B, int64_t Hkv, int64_t G, int64_t D,
-            int64_t P, int64_t page, float scale, int threads) {
-    int64_t products = 0;
-    for (int64_t b = 0; b < B; b++) products += lengths[b] * Hkv * G * D;
-    const int64_t parts = std::min(Hkv, (threads + B - 1) / B), most = (Hkv + parts - 1) / parts;
-#pragma omp parallel num_threads(threads) if (products > SMALL)
-    {
-        std::vector<float> query(most * G * D), sum(most * G * D), row(D), weight;
+struct Pages {
+    const T* kv;
+    const int64_t *pages, *lengths;
+    int64_t B, Hkv, D, P, page, offset;
+
+    const T* key(int64_t b, int64_t i) const { return kv + (pages[b * P + i / page] + offset + i % page) * Hkv * D; }
+};
+
+// Attention with one query per sequence: q and out [B, Hkv * G, D]. A thread reads whole rows, or a part of the heads if there are more threads than
+// sequences. All threads of a team call it, and leave it together.
+template <typename T>
+void attend(const T* q, const Pages<T>& past, T* out, int64_t G, float scale, int threads) {
+    const int64_t B = past.B, Hkv = past.Hkv, D = past.D, parts = std::min(Hkv, (threads + B - 1) / B), most = (Hkv + parts - 1) / parts;
+    std::vector<float> query(most * G * D), sum(most * G * D), row(D), weight;
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < B * parts; item++) {
-            const int64_t b = item / parts, n = lengths[b], first = item % parts * most, heads = std::min(most, Hkv - first);
-            if (heads <= 0) continue;
-            const auto at = [&](int64_t i) { return kv + ((pages[b * P + i / page] + i % page) * Hkv + first) * D; };
-            const int64_t start = (b * Hkv + first) * G * D, rows = heads * G;
-            for (int64_t j = 0; j < rows * D; j++) query[j] = wide(q[start + j]) * scale;
-            weight.resize(rows * n);
-            for (int64_t i = 0; i < n; i++) {
-                const T* key = at(i);
-                for (int64_t r = 0; r < rows; r++) {
-                    if (r % G == 0) {
-#pragma omp simd
-                        for (int64_t d = 0; d < D; d++) row[d] = wide(key[r / G * D + d]);
-                    }
-                    float dot = 0;
-#pragma omp simd reduction(+ : dot)
-                    for (int64_t d = 0; d < D; d++) dot += query[r * D + d] * row[d];
-                    weight[r * n + i] = dot;
-                }
-            }
+    for (int64_t item = 0; item < B * parts; item++) {
+        const int64_t b = item / parts, n = past.lengths[b], first = item % parts * most, heads = std::min(most, Hkv - first);
+        if (heads <= 0) continue;
+        const int64_t start = (b * Hkv + first) * G * D, rows = heads * G;
+        for (int64_t j = 0; j < rows * D; j++) query[j] = wide(q[start + j]) * scale;
+        weight.resize(rows * n);
+        for (int64_t i = 0; i < n; i++) {
+            const T* key = past.key(b, i) + first * D;
             for (int64_t r = 0; r < rows; r++) {
-                float* mine = &weight[r * n];
-                const float peak = *std::max_element(mine, mine + n);
-                float total = 0;
-                for (int64_t i = 0; i < n; i++) total += mine[i] = std::exp(mine[i] - peak);
-                for (int64_t i = 0; i < n; i++) mine[i] /= total;
-            }
-            std::fill(sum.begin(), sum.end(), 0.0f);
-            for (int64_t i = 0; i < n; i++) {
-                const T* value = at(i) + page * Hkv * D;
-                for (int64_t r = 0; r < rows; r++) {
-                    if (r % G == 0) {
+                if (r % G == 0) {
 #pragma omp simd
-                        for (int64_t d = 0; d < D; d++) row[d] = wide(value[r / G * D + d]);
-                    }
-                    const float share = weight[r * n + i];
-#pragma omp simd
-                    for (int64_t d = 0; d < D; d++) sum[r * D + d] += share * row[d];
+                    for (int64_t d = 0; d < D; d++) row[d] = wide(key[r / G * D + d]);
                 }
+                float dot = 0;
+#pragma omp simd reduction(+ : dot)
+                for (int64_t d = 0; d < D; d++) dot += query[r * D + d] * row[d];
+                weight[r * n + i] = dot;
             }
-            for (int64_t j = 0; j < rows * D; j++) narrow(sum[j], out[start + j]);
         }
+        for (int64_t r = 0; r < rows; r++) {
+            float* mine = &weight[r * n];
+            const float peak = *std::max_element(mine, mine + n);
+            float total = 0;
+            for (int64_t i = 0; i < n; i++) total += mine[i] = std::exp(mine[i] - peak);
+            for (int64_t i = 0; i < n; i++) mine[i] /= total;
+        }
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        for (int64_t i = 0; i < n; i++) {
+            const T* value = past.key(b, i) + (past.page * Hkv + first) * D;
+            for (int64_t r = 0; r < rows; r++) {
+                if (r % G == 0) {
+#pragma omp simd
+                    for (int64_t d = 0; d < D; d++) row[d] = wide(value[r / G * D + d]);
+                }
+                const float share = weight[r * n + i];
+#pragma omp simd
+                for (int64_t d = 0; d < D; d++) sum[r * D + d] += share * row[d];
+            }
+        }
+        for (int64_t j = 0; j < rows * D; j++) narrow(sum[j], out[start + j]);
     }
 }
 

@@ -1,6 +1,6 @@
 // Operators that compiled code calls without Python. In a small step the interpreter would cost as much as the products, because the weights that stream
 // through the caches between two calls displace its data. Torch's stable interface is used, which compiles in a fifth of the time of its usual headers.
-// It is compiled after kernels_products.cpp, as one source. Schemas are in zoo/nn, where `kernels.cpp_operator` declares them.
+// It is compiled after kernels_stack.cpp, as one source. Schemas are in zoo/nn, where `kernels.cpp_operator` declares them.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim_cpu.h>
 #include <torch/csrc/stable/library.h>
@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <numeric>
 #include <optional>
 #include <tuple>
 
@@ -75,17 +76,30 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const std::optional<
     return Tensor(out);
 }
 
+// Return whether each of B sequences has one of the M queries.
+bool is_step(const Tensor& cu_seqlens, int64_t M, int64_t B) {
+    const int64_t* starts = data<int64_t>(cu_seqlens);
+    bool is_one = M == B && cu_seqlens.is_contiguous();
+    for (int64_t i = 0; is_one && i <= B; i++) is_one = starts[i] == i;
+    return is_one;
+}
+
+// See nn/attention.py. It is written in torch.
+Tensor attend_sequences(const Tensor& q, const Tensor& kv, const Tensor& page_table, const Tensor& kv_lens, const Tensor& cu_seqlens, int64_t page_tokens,
+                        double scale) {
+    using torch::stable::detail::from;
+    std::array<StableIValue, 7> stack{from(q), from(kv), from(page_table), from(kv_lens), from(cu_seqlens), from(page_tokens), from(scale)};
+    STD_TORCH_CHECK(!torch_call_dispatcher("zoo::attend_sequences", "", stack.data(), TORCH_ABI_VERSION), "attention failed");
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // See nn/attention.py. If every sequence has one query, our kernel computes them all.
 Tensor paged_attention(const Tensor& q, const Tensor& kv, const Tensor& page_table, const Tensor& kv_lens, const Tensor& cu_seqlens, int64_t page_tokens,
                        double scale) {
     const int64_t B = page_table.size(0);
     const bool is_float = q.scalar_type() == ScalarType::Float;
-    if (q.size(0) != B || q.scalar_type() != kv.scalar_type() || !(is_float || q.scalar_type() == ScalarType::BFloat16)) {
-        std::array<StableIValue, 7> stack{torch::stable::detail::from(q),       torch::stable::detail::from(kv),         torch::stable::detail::from(page_table),
-                                          torch::stable::detail::from(kv_lens), torch::stable::detail::from(cu_seqlens), torch::stable::detail::from(page_tokens),
-                                          torch::stable::detail::from(scale)};
-        STD_TORCH_CHECK(!torch_call_dispatcher("zoo::attend_sequences", "", stack.data(), TORCH_ABI_VERSION), "attention failed");
-        return torch::stable::detail::to<Tensor>(stack[0]);
+    if (!is_step(cu_seqlens, q.size(0), B) || q.scalar_type() != kv.scalar_type() || !(is_float || q.scalar_type() == ScalarType::BFloat16)) {
+        return attend_sequences(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale);
     }
     STD_TORCH_CHECK(kv.is_contiguous(), "the pages are not contiguous");
     const Tensor queries = torch::stable::contiguous(q), pages = torch::stable::contiguous(page_table), lengths = torch::stable::contiguous(kv_lens);
@@ -93,11 +107,121 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv, const Tensor& page_tab
     const int64_t H = q.size(1), D = q.size(2), Hkv = kv.size(1);
     const auto run = [&](auto zero) {
         using T = decltype(zero);
-        attend(data<T>(queries), data<T>(kv), data<int64_t>(pages), data<int64_t>(lengths), data<T>(out), B, Hkv, H / Hkv, D, pages.size(1), page_tokens,
-               float(scale), int(torch::stable::get_num_threads()));
+        const Pages<T> past{data<T>(kv), data<int64_t>(pages), data<int64_t>(lengths), B, Hkv, D, pages.size(1), page_tokens, 0};
+        const int threads = int(torch::stable::get_num_threads());
+        const int64_t num = std::accumulate(past.lengths, past.lengths + B, int64_t(0));
+#pragma omp parallel num_threads(threads) if (num * H * D > SMALL)
+        attend(data<T>(queries), past, data<T>(out), H / Hkv, float(scale), threads);
     };
     if (is_float) run(float{});
     else run(bfloat16{});
+    return out;
+}
+
+// The rows of nn/blocked_stack.py's `addresses`, of a stack whose width is `width`, with `queries` and `keys` columns.
+std::vector<Block> blocks_of(const Tensor& addresses, double eps, int64_t width, int64_t queries, int64_t keys) {
+    STD_TORCH_CHECK(addresses.is_contiguous() && addresses.scalar_type() == ScalarType::Long && addresses.size(1) == 22, "the table of a stack is another's");
+    std::vector<Block> blocks;
+    for (int64_t i = 0; i < addresses.size(0); i++) {
+        const int64_t* row = data<int64_t>(addresses) + i * addresses.size(1);
+        const auto floats = [&](int64_t j) { return reinterpret_cast<const float*>(row[j]); };
+        const auto weight = [&](int64_t j, int64_t K, int64_t N) {
+            return Weight{reinterpret_cast<const uint32_t*>(row[j]), floats(j + 1), K, N, row[j + 2], row[j + 3] == 32};
+        };
+        const int64_t inner = row[21];
+        blocks.push_back({{floats(0), float(eps)}, {floats(1), float(eps)}, weight(5, width, queries + 2 * keys), weight(9, queries, width),
+                          weight(13, width, 2 * inner), weight(17, inner, width), floats(4), floats(2), floats(3)});
+    }
+    return blocks;
+}
+
+Turn<float> turn_of(const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t positions, int64_t D, double eps, bool is_paired,
+                    bool is_rounded) {
+    for (const auto* table : {&cos, &sin})
+        if (*table)
+            STD_TORCH_CHECK((*table)->is_contiguous() && (*table)->scalar_type() == ScalarType::Float && (*table)->numel() == positions * D,
+                            "the rotary table is not contiguous float32 [", positions, ", ", D, "]");
+    return {cos ? data<float>(*cos) : nullptr, sin ? data<float>(*sin) : nullptr, float(eps), is_paired, is_rounded};
+}
+
+// See nn/blocked_stack.py.
+Tensor blocked_stack(const Tensor& x, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& kv, const Tensor& kv_write_index,
+                     const Tensor& page_table, const Tensor& kv_lens, const Tensor& cu_seqlens, int64_t page_tokens, int64_t first_layer, int64_t heads,
+                     double scale, double eps, bool is_paired, const std::optional<Tensor>& norm, const Tensor& addresses) {
+    const int64_t M = x.size(0), width = x.size(1), Hkv = kv.size(1), D = kv.size(2), B = page_table.size(0);
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && kv.scalar_type() == ScalarType::Float && kv.is_contiguous(),
+                    "rows or pages are not contiguous float32");
+    STD_TORCH_CHECK(kv_write_index.numel() == M, kv_write_index.numel(), " places for ", M, " rows");
+    const Tensor given = torch::stable::contiguous(x), index = torch::stable::contiguous(kv_write_index), table = torch::stable::contiguous(page_table),
+                 lengths = torch::stable::contiguous(kv_lens);
+    const std::vector<Block> blocks = blocks_of(addresses, eps, width, heads * D, Hkv * D);
+    const Turn<float> turn = turn_of(cos, sin, M, D, eps, is_paired, false);
+    const Norm last{norm ? data<float>(*norm) : nullptr, float(eps)};
+    Rows rows(data<float>(given), M, blocks[0], Hkv, heads / Hkv, D);
+    Tensor queries = torch::stable::new_empty(given, {M, heads, D}), out = torch::stable::new_empty(given, given.sizes());
+    const int threads = int(torch::stable::get_num_threads());
+    const bool is_large = M * blocks[0].qkv.K * blocks[0].qkv.N > SMALL;
+    const auto offset = [&](size_t i) { return 2 * (first_layer + int64_t(i)) * page_tokens; };
+    const auto begin = [&](size_t i) {
+        rows.project(blocks[i], i == 0);
+        rotate_and_write(rows, blocks[i], turn, data<float>(queries), data<float>(kv), data<int64_t>(index), offset(i), page_tokens);
+    };
+    if (is_step(cu_seqlens, M, B)) {
+#pragma omp parallel num_threads(threads) if (is_large)
+        {
+            for (size_t i = 0; i < blocks.size(); i++) {
+                begin(i);
+                const Pages<float> past{data<float>(kv), data<int64_t>(table), data<int64_t>(lengths), B, Hkv, D, table.size(1), page_tokens, offset(i)};
+                attend(data<float>(queries), past, rows.mixed.data(), heads / Hkv, float(scale), threads);
+                rows.combine(blocks[i], rows.mixed.data());
+            }
+            rows.normalize(last, true, data<float>(out));
+        }
+        return out;
+    }
+    for (size_t i = 0; i < blocks.size(); i++) {
+#pragma omp parallel num_threads(threads) if (is_large)
+        begin(i);
+        Tensor pages = torch::stable::new_empty(table, table.sizes());
+        std::transform(data<int64_t>(table), data<int64_t>(table) + table.numel(), data<int64_t>(pages), [&](int64_t row) { return row + offset(i); });
+        const Tensor mixed = attend_sequences(queries, kv, pages, kv_lens, cu_seqlens, page_tokens, scale);
+#pragma omp parallel num_threads(threads) if (is_large)
+        rows.combine(blocks[i], data<float>(mixed));
+    }
+#pragma omp parallel num_threads(threads) if (is_large)
+    rows.normalize(last, true, data<float>(out));
+    return out;
+}
+
+// See nn/blocked_stack.py.
+Tensor blocked_frame_stack(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& position, const Tensor& cache, int64_t heads, double scale,
+                           double eps, bool is_paired, bool is_rounded, const Tensor& norm, const Tensor& addresses) {
+    const int64_t B = x.size(0), L = x.size(1), width = x.size(2), Hkv = cache.size(3), K = cache.size(4), D = cache.size(5), M = B * L;
+    const int64_t first = *data<int64_t>(position);
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && cache.scalar_type() == ScalarType::Float && cache.is_contiguous(),
+                    "rows or the cache are not contiguous float32");
+    STD_TORCH_CHECK(first >= 0 && first + L <= K, "position ", first, " of ", K);
+    const Tensor given = torch::stable::contiguous(x);
+    const std::vector<Block> blocks = blocks_of(addresses, eps, width, heads * D, Hkv * D);
+    STD_TORCH_CHECK(cache.size(0) == int64_t(blocks.size()) && cache.size(1) == B, "a cache of ", cache.size(0), " blocks and ", cache.size(1), " frames");
+    const Turn<float> turn = turn_of(cos, sin, K, D, eps, is_paired, is_rounded);
+    const Norm last{data<float>(norm), float(eps)};
+    Rows rows(data<float>(given), M, blocks[0], Hkv, heads / Hkv, D);
+    Tensor out = torch::stable::new_empty(given, given.sizes());
+    const int threads = int(torch::stable::get_num_threads());
+#pragma omp parallel num_threads(threads) if (M * blocks[0].qkv.K * blocks[0].qkv.N > SMALL)
+    {
+        for (size_t i = 0; i < blocks.size(); i++) {
+            const Block& block = blocks[i];
+            rows.project(block, i == 0);
+            const float *q = rows.product.data(), *k = q + heads * D, *v = k + Hkv * D;
+            float* held = data<float>(cache) + i * 2 * B * Hkv * K * D;
+            attend_frame(q, k, v, (heads + 2 * Hkv) * D, block.q_norm, block.k_norm, turn, held, held, rows.mixed.data(), B, L, Hkv, heads / Hkv, D, K, first,
+                         float(scale));
+            rows.combine(block, rows.mixed.data());
+        }
+        rows.normalize(last, true, data<float>(out));
+    }
     return out;
 }
 
@@ -121,8 +245,10 @@ void grow(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, 
     const int64_t B = q.size(0), L = q.size(1), H = q.size(2), D = q.size(3), Hkv = k.size(2);
     const Turn<T> turn{data<float>(cos), data<float>(sin), float(eps), is_paired, is_rounded};
     const auto norm = [](const std::optional<Tensor>& weight) { return weight ? data<T>(*weight) : nullptr; };
+    const int threads = int(torch::stable::get_num_threads());
+#pragma omp parallel num_threads(threads) if (B * L * H * (first + L) * D > SMALL)
     attend_frame(data<T>(q), data<T>(k), data<T>(v), k.stride(L > 1 ? 1 : 0), norm(q_norm), norm(k_norm), turn, data<float>(cache), data<float>(grown),
-                 data<T>(out), B, L, Hkv, H / Hkv, D, cache.size(3), first, float(scale), int(torch::stable::get_num_threads()));
+                 data<T>(out), B, L, Hkv, H / Hkv, D, cache.size(3), first, float(scale));
 }
 
 // See nn/frame_attention.py. q, k and v have the same dtype, float32 or bfloat16, and may be slices of one product.
@@ -150,6 +276,8 @@ std::tuple<Tensor, Tensor> grow_frame_attention(const Tensor& q, const Tensor& k
 STABLE_TORCH_LIBRARY_IMPL(zoo, CPU, library) {
     library.impl("blocked_linear", TORCH_BOX(&blocked_linear));
     library.impl("blocked_swiglu", TORCH_BOX(&blocked_swiglu));
+    library.impl("blocked_stack", TORCH_BOX(&blocked_stack));
+    library.impl("blocked_frame_stack", TORCH_BOX(&blocked_frame_stack));
     if (&aoti_torch_cpu__linear_pointwise) library.impl("packed_linear", TORCH_BOX(&packed_linear));
     library.impl("paged_attention_cpp", TORCH_BOX(&paged_attention));
     library.impl("draw_cpp", TORCH_BOX(&draw_tokens));

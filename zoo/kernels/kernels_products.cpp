@@ -1,4 +1,4 @@
-// Products whose weights have 32, 16 or 8 bits and are summed in fp32. It is compiled after kernels_render.cpp, as one source.
+// Products whose weights have 32, 16 or 8 bits and are summed in fp32. It is compiled after kernels_frame.cpp, as one source.
 //
 // Each sum runs over k from first to last, whatever the number of rows, so a row's result does not depend on the other rows.
 
@@ -161,25 +161,28 @@ void linear(const float* x, const Weight& w, const float* bias, float* y, int64_
     multiply(x, w, bias, y, M);
 }
 
-// y [M, down.N] = (silu(gate) * up) times `down`. gate and up are the halves of x [M, gate_up.K] times `gate_up`.
-void swiglu(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, int threads) {
+// y [M, down.N] = (silu(gate) * up) times `down`. gate and up are the halves of x [M, gate_up.K] times `gate_up`. both [M, gate_up.N] and product
+// [M, down.K] are scratch space. All threads of a team call it, and leave it together.
+void gated_mlp(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, float* both, float* product) {
     const int64_t inner = down.K;
-    std::vector<float> both(M * 2 * inner), mixed(M * inner);
-#pragma omp parallel num_threads(threads) if (M * gate_up.K * gate_up.N > SMALL)
-    {
-        multiply(x, gate_up, nullptr, both.data(), M);
+    multiply(x, gate_up, nullptr, both, M);
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m++) {
-            const float *gate = &both[m * 2 * inner], *up = gate + inner;
-            float* to = &mixed[m * inner];
+    for (int64_t m = 0; m < M; m++) {
+        const float *gate = both + m * 2 * inner, *up = gate + inner;
+        float* to = product + m * inner;
 #pragma omp simd
-            for (int64_t i = 0; i < inner; i++) {
-                const float small = exponential(-std::abs(gate[i]));  // e^x overflows for large x
-                to[i] = gate[i] * ((gate[i] < 0 ? small : 1.0f) / (1.0f + small)) * up[i];
-            }
+        for (int64_t i = 0; i < inner; i++) {
+            const float small = exponential(-std::abs(gate[i]));  // e^x overflows for large x
+            to[i] = gate[i] * ((gate[i] < 0 ? small : 1.0f) / (1.0f + small)) * up[i];
         }
-        multiply(mixed.data(), down, nullptr, y, M);
     }
+    multiply(product, down, nullptr, y, M);
+}
+
+void swiglu(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, int threads) {
+    std::vector<float> both(M * gate_up.N), product(M * down.K);
+#pragma omp parallel num_threads(threads) if (M * gate_up.K * gate_up.N > SMALL)
+    gated_mlp(x, gate_up, down, y, M, both.data(), product.data());
 }
 
 }  // namespace

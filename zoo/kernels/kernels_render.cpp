@@ -28,6 +28,16 @@ typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 inline Vector load(const float* from) { return Vector(*reinterpret_cast<const Loose*>(from)); }
 inline void store(float* to, Vector x) { *reinterpret_cast<Loose*>(to) = Loose(x); }
 
+// The order of additions is written out, so that each row has the same one: where GCC inlines a plain loop, it may begin or end it with single values.
+inline float sum_of_squares(const float* x, int64_t n) {
+    Vector squares = spread(0);
+    for (int64_t i = 0; i + LANES <= n; i += LANES) squares = multiply_add(squares, load(x + i), load(x + i));
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += squares[i];
+    for (int64_t i = n / LANES * LANES; i < n; i++) sum += x[i] * x[i];
+    return sum;
+}
+
 struct Floats {
     static constexpr int PER_UNIT = 1;
     static Vector add(Vector sum, Vector a, Vector b) { return multiply_add(sum, a, b); }

@@ -21,7 +21,7 @@ from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import is_rounded
+from zoo.nn.pack import is_rounded
 
 KIND = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of KIND

@@ -18,7 +18,8 @@ from zoo.checkpoint.names import decoder_block, qkv
 from zoo.checkpoint.stack import StackConfig, read_stack
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend
-from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.block import PreNormBlock
+from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rotate
 
@@ -90,20 +91,8 @@ def frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tens
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
-class Block(nn.Module):
-    """Grouped-query attention over pages, then a gated MLP, each behind a norm and added to its input."""
-
-    def __init__(self, config: LlamaConfig, has_bias: bool = False):
-        """has_bias: of queries, keys and values, as in Qwen2."""
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries = config.heads * config.head_dim
-        keys = config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (queries, keys, keys), has_bias)
-        self.out = nn.Linear(queries, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
+class Block(PreNormBlock):
+    """Grouped-query attention over pages, then a gated MLP. With biases, it is Qwen2's block."""
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
@@ -111,15 +100,6 @@ class Block(nn.Module):
         q, k, v = self.project(x)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., D] -> queries, keys and values, each [..., H or Hkv, head_dim], not yet rotated"""
-        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
-
-    def combine(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x [..., D] and what its attention read [..., H * head_dim] -> the block's output [..., D]"""
-        x = x + self.out(mixed)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Stack(nn.Module):
@@ -142,10 +122,8 @@ class Stack(nn.Module):
         """x [T, D] -> [T, D]"""
         angle = batch.positions.float()[:, None] * self.angle  # fp32, as in the reference
         angle = torch.cat((angle, angle), -1)[:, None]  # [T, 1, head_dim]
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, Paged(batch, i))
-        return self.norm(x)
+        rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        return run_blocks(self.layers, self.norm, x, rotary, batch)
 
 
 def names(config: LlamaConfig, theirs: str, ours: str, has_bias: bool = False) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Layers that keep a checkpoint's bf16 weights in 16 bits while the model computes in another dtype.
 
-They are the plain form: each call converts what it reads. `packed.pack` replaces the linear ones by layouts
+They are the plain form: each call converts what it reads. `pack.pack` replaces the linear ones by layouts
 that a CPU reads fast, so an fp32 copy of the weights is never made.
 """
 

@@ -2,8 +2,8 @@
 
 A plain product rearranges its weights on every call, or reads them inefficiently. Two layouts are arranged
 once: oneDNN's (`PackedLinear`; source: inductor's prepacking when it freezes a model), and ours
-(`BlockedLinear`). The faster one is measured for each shape. In both, a row's result does not depend on the
-number of rows.
+(`BlockedLinear`). `zoo/nn/pack.py` chooses between them. In both, a row's result does not depend on the number
+of rows.
 
 A step is bound by the bytes of the weights it reads. Most checkpoints have weights in bf16, and a CPU without
 bf16 arithmetic computes in fp32. `BlockedLinear` reads the 16 bits and computes in fp32: it gives what an fp32
@@ -13,93 +13,19 @@ measures how many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile_cache import choices
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear, SwiGLU, Tables
-from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
+from zoo.nn.linear import FusedLinear
+from zoo.nn.narrow import dtype_of
 
-LEAST_BYTES = 64 << 10  # smaller matrices take little of a step
-KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
-MEASURED_COLUMNS = 16384
-MEASURED_ROWS = (1, 8)  # for which oneDNN's product and ours are compared, one after the other
-
-
-def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False) -> None:
-    """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free
-    the plain weights. Weights that have only 16 bits stay in bf16 if that is faster, and embeddings stay in
-    bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Does nothing if the
-    model is not on a CPU, or if this build or machine lacks the kernels.
-
-    is_int8: weights of 16 bits are rounded to 8 where `is_rounded`.
-    """
-    # paths, because a list of layers would keep all plain weights until the last one is packed
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    for path in paths:
-        parent, child = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
-        if isinstance(child, nn.Embedding | Tables):
-            model.set_submodule(path, narrowed(child, least_bytes))
-        elif isinstance(child, nn.Linear | FusedLinear):
-            reads_many_rows = getattr(parent, "reads_many_rows", False)
-            has_8_bits = is_int8 and is_rounded(model, path, least_bytes)
-            model.set_submodule(path, packed(child, least_bytes, reads_many_rows, has_8_bits))
-    for path in paths:
-        child = model.get_submodule(path)
-        if isinstance(child, SwiGLU):
-            first, last = child.gate_up, child.down
-            if isinstance(first, BlockedLinear) and isinstance(last, BlockedLinear) and last.bias is None:
-                model.set_submodule(path, BlockedSwiGLU(first, last))
-
-
-def is_rounded(model: nn.Module, path: str, least_bytes: int) -> bool:
-    """Return whether `--weights` rounds an `nn.Linear` or `FusedLinear` whose weight has 16 bits: it is large,
-    and neither a head, whose errors change most codes, nor in a renderer."""
-    parent, layer = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
-    assert isinstance(layer, nn.Linear | FusedLinear), path
-    reads_many_rows = getattr(parent, "reads_many_rows", False)
-    is_kept = reads_many_rows or any(part in path for part in KEPT)
-    return is_large(layer, least_bytes) and not is_kept
-
-
-def packed(
-    plain: nn.Linear | FusedLinear, least_bytes: int, reads_many_rows: bool, has_8_bits: bool
-) -> nn.Module:
-    """Return a layer in the form that computes it fastest, which may be itself."""
-    has_onednn = can_be_packed(plain.weight, dtype_of(plain))
-    if reads_many_rows or not is_large(plain, least_bytes):
-        return PackedLinear(plain) if reads_many_rows and has_onednn else widened(plain)
-    has_kernels = kernels.has(plain.weight)
-    is_narrow = has_kernels and has_16_bits(plain.weight)
-    if is_narrow and (has_8_bits or not has_onednn):
-        return BlockedLinear(plain, has_8_bits)
-    if not has_onednn:
-        return widened(plain)
-    if dtype_of(plain) == torch.bfloat16 or not has_kernels:
-        return PackedLinear(plain)
-    return FORMS[fastest_form(plain)](plain)
-
-
-def narrowed(plain: nn.Embedding | Tables, least_bytes: int) -> nn.Module:
-    """Return an embedding with rows in bf16, or itself if its rows have more bits or are few."""
-    if isinstance(plain, NarrowLayer) or not is_large(plain, least_bytes):
-        return plain
-    if not (kernels.has(plain.weight) and has_16_bits(plain.weight)):
-        return plain
-    return NarrowTables(plain) if isinstance(plain, Tables) else NarrowEmbedding(plain)
-
-
-def is_large(layer: nn.Linear | FusedLinear | nn.Embedding | Tables, least_bytes: int) -> bool:
-    return layer.weight.numel() * dtype_of(layer).itemsize >= least_bytes
 
 
 def has_16_bits(weight: Tensor) -> bool:
@@ -108,26 +34,6 @@ def has_16_bits(weight: Tensor) -> bool:
         return weight.dtype == torch.bfloat16
     # in parts: the first is usually enough, and none takes much memory
     return all(bool((part.bfloat16() == part).all()) for part in weight.flatten().split(COMPARED_NUMBERS))
-
-
-def fastest_form(plain: nn.Linear | FusedLinear) -> str:
-    """Return which of FORMS multiplies a few rows fastest. It is measured once for each shape on each kind of
-    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form. Of a
-    vocabulary, some columns are measured, because copies of all take much memory."""
-    columns, width = plain.weight.shape
-    some = nn.Linear(width, columns, bias=False, device="meta")
-    some.weight = nn.Parameter(plain.weight.detach()[:MEASURED_COLUMNS].to(dtype_of(plain)), False)
-    makers = {name: cache(partial(form, some)) for name, form in FORMS.items()}
-    ways = {name: partial(multiply_few_rows, make, width) for name, make in makers.items()}
-    bits = 16 if has_16_bits(some.weight) else 32
-    return choices.fastest(f"linear {width} x {columns}, {bits} bits", ways) or "blocks"
-
-
-@torch.inference_mode()
-def multiply_few_rows(make: Callable[[], nn.Module], width: int) -> None:
-    layer = make()
-    for rows in MEASURED_ROWS:
-        layer(torch.ones(rows, width))
 
 
 def can_be_packed(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -211,12 +117,6 @@ def rounded_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]))
     scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (groups / scales).round().to(torch.int8).flatten(1), scales[..., 0]
-
-
-FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
-    "blocks": BlockedLinear,
-    "onednn": PackedLinear,
-}
 
 
 def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:

@@ -12,35 +12,26 @@ from zoo.checkpoint.names import decoder_block
 from zoo.checkpoint.stack import StackConfig
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend
-from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.block import PreNormBlock
+from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 
 
-class Block(nn.Module):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP. Both are pre-norm and
-    residual."""
+class Block(PreNormBlock):
+    """Grouped-query attention over pages with a norm per head, then a gated MLP."""
 
     def __init__(self, config: StackConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
+        super().__init__(config)
         self.q_norm = RMSNorm(config.head_dim, config.eps)
         self.k_norm = RMSNorm(config.head_dim, config.eps)
-        self.out = nn.Linear(queries, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
-        # [T, H or Hkv, dim]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+        q, k, v = self.project(x)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
-        return x + self.mlp(self.mlp_norm(x))
+        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class Stack(nn.Module):
@@ -56,10 +47,7 @@ class Stack(nn.Module):
         """x [T, D] -> [T, D]"""
         config = self.config
         cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, x.dtype)
-        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, Paged(batch, i))
-        return self.norm(x)
+        return run_blocks(self.layers, self.norm, x, (cos[:, None], sin[:, None]), batch)
 
 
 def names(config: StackConfig, theirs: str, ours: str) -> dict[str, str]:

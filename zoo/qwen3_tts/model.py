@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.nn import mimi_encoder
-from zoo.nn.attention import Paged, attend
+from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.qwen3 import Block
+from zoo.nn.rope import rope_table
 from zoo.nn.rows import to_device
 from zoo.nn.sampling import GREEDY, draw, gumbel, keep_logits, penalise
-from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.clone import EncodedReference
 from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.config import CONTROL_IDS, Config, Defaults
@@ -42,18 +42,6 @@ MIN_NEW_TOKENS = 2  # the end is banned until then; otherwise some requests come
 # The cap for a request that sets none: it stops speech that would never end.
 FRAMES_PER_TEXT_TOKEN = 12
 MIN_FRAMES = 192
-
-
-class Block(Qwen3Block):
-    """A talker block with paged attention."""
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
-        q, k, v = self.project_qkv(x)
-        return self.project_output(
-            x, attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1)
-        )
 
 
 class TextProjection(nn.Module):
@@ -246,11 +234,8 @@ class Qwen3TTS(Family[Qwen3State]):
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         stack = self.config.talker
         cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
-        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
-        x = inputs
-        for i, layer in enumerate(self.talker.layers):
-            x = layer(x, cos, sin, Paged(batch, i))
-        return self.talker.norm(x)
+        rotary = cos[:, None], sin[:, None]  # [T, 1, dim]
+        return run_blocks(self.talker.layers, self.talker.norm, inputs, rotary, batch)
 
     def emit(self, state: Qwen3State, slots: Tensor, h: Tensor) -> None:
         """Append one frame of 16 codes (80 ms) per slot, or the end. h [B, D] is the talker's hidden state at

@@ -12,69 +12,43 @@ from torch.nn import functional as F
 
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend_rotated, rope
+from zoo.nn.block import PreNormBlock
+from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.frame_attention import attend_within
-from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
 from zoo.nn.swiglu import FusedSwiGLU
 from zoo.voxcpm2.config import Rope, StackConfig
 
 
-class Block(nn.Module):
-    """A pre-norm block: grouped-query attention, then a gated MLP, each with a residual connection.
-
-    heads * head_dim may differ from the width.
-    """
-
-    def __init__(self, config: StackConfig):
-        super().__init__()
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
-        self.out = nn.Linear(queries, config.hidden, bias=False)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = FusedSwiGLU(config.hidden, config.inner)
-
-    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [..., H, dim], keys and values [..., Hkv, dim] of x [..., D], before rotation."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
-        return q, k, v
-
-    def project_output(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two parts [..., D] that sum to the block's output.
-
-        x [..., D]: the block's input; mixed [..., H * dim]: the output of its heads.
-        """
-        x = x + self.out(mixed)
-        return x, self.mlp(self.mlp_norm(x))
-
-
-class PagedBlock(Block):
+class PagedBlock(PreNormBlock):
     """A block of the base model or the residual model, over paged keys and values."""
+
+    MLP = FusedSwiGLU
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, dim]"""
-        mixed = attend_rotated(*self.project_qkv(x), cos, sin, paged, self.head_dim**-0.5)
-        return sum_of(self.project_output(x, mixed.flatten(1)))
+        mixed = attend_rotated(*self.project(x), cos, sin, paged, self.head_dim**-0.5)
+        return self.combine(x, mixed.flatten(1))
 
 
-class UnplacedBlock(Block):
+class UnplacedBlock(PreNormBlock):
     """A paged block without positions."""
+
+    MLP = FusedSwiGLU
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, paged: Paged) -> Tensor:
         """x [T, D]"""
-        mixed = attend_rotated(*self.project_qkv(x), None, None, paged, self.head_dim**-0.5)
-        return sum_of(self.project_output(x, mixed.flatten(1)))
+        mixed = attend_rotated(*self.project(x), None, None, paged, self.head_dim**-0.5)
+        return self.combine(x, mixed.flatten(1))
 
 
-def sum_of(parts: tuple[Tensor, Tensor]) -> Tensor:
-    return parts[0] + parts[1]
-
-
-class LocalBlock(Block):
+class LocalBlock(PreNormBlock):
     """A block over the few tokens of a patch, without a causal mask."""
+
+    MLP = FusedSwiGLU
+    is_stacked = False
 
     def __init__(self, config: StackConfig, kept: slice):
         super().__init__(config)
@@ -91,9 +65,10 @@ class LocalBlock(Block):
 
     def apart(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the block like `forward`, but to one tensor x [..., L, D] and in the region of the caller."""
-        q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
+        q, k, v = (part.flatten(0, -4) for part in self.project(x))  # [B, L, H or Hkv, dim]
         mixed = self._attend(q[:, self.kept], k, v, cos, sin)  # [B, kept, H * dim]
-        return self.project_output(x[..., self.kept, :], mixed.unflatten(0, x.shape[:-2]))
+        x = x[..., self.kept, :] + self.out(mixed.unflatten(0, x.shape[:-2]))
+        return x, self.mlp(self.mlp_norm(x))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if q.device.type == "cuda":
@@ -159,10 +134,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states after the final norm [T, D]. x [T, D]."""
-        table = self.rope(batch.positions) if self.rope else ()
-        for i, layer in enumerate(self.layers, self.first_layer):
-            x = layer(x, *table, Paged(batch, i))
-        return self.norm(x)
+        rotary = self.rope(batch.positions) if self.rope else ()
+        return run_blocks(self.layers, self.norm, x, rotary, batch, self.first_layer)
 
 
 class LocalStack(nn.Module):

@@ -15,7 +15,7 @@ from compile_cache.artifacts import Entry
 from zoo import kernels
 from zoo.contract import Family
 from zoo.nn import fp8, residual
-from zoo.nn.packed import pack
+from zoo.nn.pack import pack
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger second one

@@ -16,7 +16,7 @@ from zoo.checkpoint.json_files import read_json
 from zoo.checkpoint.loading import bf16_kept, load, published
 from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import BF16FusedLinear, NarrowTables
-from zoo.nn.packed import pack
+from zoo.nn.pack import pack
 
 CPU = torch.device("cpu")
 TABLE = {

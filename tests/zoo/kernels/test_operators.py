@@ -11,7 +11,8 @@ from zoo import kernels
 from zoo.nn.attention import paged_attention
 from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.linear import SwiGLU
-from zoo.nn.packed import BlockedSwiGLU, PackedLinear, pack
+from zoo.nn.pack import pack
+from zoo.nn.packed import BlockedSwiGLU, PackedLinear
 from zoo.nn.sampling import GREEDY, draw_inline
 
 PAGE = 16

@@ -15,11 +15,11 @@ from zoo.checkpoint import loading
 from zoo.contract import Speech
 from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import BF16FusedLinear, BF16Linear, NarrowEmbedding, NarrowTables, narrow
+from zoo.nn.pack import pack
 from zoo.nn.packed import (
     BlockedLinear,
     PackedLinear,
     convolve,
-    pack,
     packed_convolution,
     rounded_to_int8,
 )

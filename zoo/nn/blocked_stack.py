@@ -1,0 +1,175 @@
+"""A stack of decoder blocks as one operator, where a CPU reads all its weights in our layout.
+
+A step has hundreds of blocks, and between two operators the interpreter takes as long as a small product,
+because the weights that stream through the caches displace its data. The operator gives what the blocks give,
+up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo import kernels
+from zoo.contract import Batch
+from zoo.kernels.operator import like_first
+from zoo.nn.attention import Paged
+from zoo.nn.block import PreNormBlock
+from zoo.nn.frame_attention import attend_and_grow
+from zoo.nn.norm import RMSNorm
+from zoo.nn.packed import BlockedLinear, BlockedSwiGLU
+
+Rotary = tuple[Tensor, Tensor] | tuple[()]  # cos and sin, or nothing if positions do not turn anything
+
+
+def run_blocks(
+    layers: nn.ModuleList,
+    norm: RMSNorm | None,
+    x: Tensor,
+    rotary: Rotary,
+    batch: Batch,
+    first_layer: int = 0,
+) -> Tensor:
+    """Run paged blocks and the norm behind them, if there is one: x [T, D] -> [T, D]. Block i uses the
+    family's paged layer first_layer + i.
+
+    rotary: what each block gets between x and its `Paged`: cos and sin, [T, head_dim] or [T, 1, head_dim].
+    """
+    if is_whole(layers, x) and batch.kv.dtype == torch.float32:
+        first = block_of(layers[0])
+        cos, sin = rotary or (None, None)
+        where = batch.kv, batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens
+        how = first.heads, first.head_dim**-0.5, first.norm.eps, first.is_paired
+        given = None if norm is None else norm.weight, layers.addresses
+        return torch.ops.zoo.blocked_stack.default(
+            x, cos, sin, *where, batch.page_tokens, first_layer, *how, *given
+        )
+    for i, layer in enumerate(layers, first_layer):
+        x = layer(x, *rotary, Paged(batch, i))
+    return x if norm is None else norm(x)
+
+
+class FrameBlock(PreNormBlock):
+    """A block over the tokens of a frame, with a dense cache that starts empty in each frame. Its position in
+    the frame is a tensor argument, so that all blocks and steps share one compiled region."""
+
+    is_rounded = False  # rotated values, see `attend_and_grow`
+
+    @torch.compiler.nested_compile_region
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
+        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
+        positions added."""
+        q, k, v = self.project(x)
+        mixed, cache = attend_and_grow(
+            *(q, k, v, cos, sin, self.head_dim**-0.5, position, cache),
+            norms=(*self.head_norms(), self.norm.eps),
+            is_paired=self.is_paired,
+            is_rounded=self.is_rounded,
+        )
+        return self.combine(x, mixed.flatten(2)), cache
+
+
+def frame_stack(
+    layers: nn.ModuleList, norm: RMSNorm, cos: Tensor, sin: Tensor, hidden: Tensor
+) -> Callable[[Tensor, slice], Tensor]:
+    """Return a function that runs `FrameBlock`s and the norm behind them on a frame's next tokens: x [B, L, D]
+    and their positions -> the last of them [B, D]. Its cache starts empty.
+
+    cos and sin [K, dim] float32. hidden [B, ...]: any tensor of this many frames and the model's dtype.
+    """
+    first, num = block_of(layers[0]), len(cos)
+    shape = hidden.shape[0], 2, first.kv_heads, num, first.head_dim
+    positions = torch.arange(num, device=hidden.device)
+    if is_whole(layers, hidden):
+        whole = hidden.new_empty(len(layers), *shape)
+        how = first.heads, first.head_dim**-0.5, norm.eps, first.is_paired, first.is_rounded
+
+        def run_whole(x: Tensor, here: slice) -> Tensor:
+            where = cos, sin, positions[here][:1], whole
+            given = norm.weight, layers.addresses
+            return torch.ops.zoo.blocked_frame_stack.default(x, *where, *how, *given)[:, -1]
+
+        return run_whole
+    cache = [hidden.new_empty(shape, dtype=torch.float32)] * len(layers)
+
+    def run(x: Tensor, here: slice) -> Tensor:
+        for i, layer in enumerate(layers):
+            x, cache[i] = layer(x, cos, sin, positions[here][:1], cache[i])
+        return norm(x[:, -1])
+
+    return run
+
+
+def is_whole(layers: nn.ModuleList, x: Tensor) -> bool:
+    """Return whether the blocks are one operator for rows like x."""
+    is_packed = getattr(layers, "addresses", None) is not None
+    return is_packed and x.dtype == torch.float32 and kernels.has_operators(x)
+
+
+def pack_stacks(model: nn.Module) -> None:
+    """Give each list of blocks whose weights are all in our layout `addresses`, the table that the operators
+    read. With a list of tensors instead, passing them would take 5 % of a step."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and all(map(has_our_layout, module)):
+            rows = [list(addresses_of(block_of(layer))) for layer in module]
+            module.register_buffer("addresses", torch.tensor(rows), persistent=False)
+
+
+def has_our_layout(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, PreNormBlock)
+        and layer.is_stacked
+        and isinstance(layer.qkv, BlockedLinear)
+        and isinstance(layer.out, BlockedLinear)
+        and isinstance(layer.mlp, BlockedSwiGLU)
+        and layer.norm.weight.dtype == torch.float32
+    )
+
+
+def addresses_of(block: PreNormBlock) -> Iterator[int]:
+    """Yield a row of `addresses`: of the norms' weights and the bias, and then for each matrix those of its
+    blocks and scales, the inputs that share a scale, and its bits. An address is 0 if there is no tensor."""
+    modules: Any = block
+    qkv, out, first, last = modules.qkv, modules.out, modules.mlp.gate_up, modules.mlp.down
+    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    width, inner = block.norm.weight.numel(), last.blocks.shape[1]
+    assert out.bias is None and qkv.num_columns == queries + 2 * keys
+    yield from map(address, (block.norm.weight, block.mlp_norm.weight, *block.head_norms(), qkv.bias))
+    for linear, inputs in ((qkv, width), (out, queries), (first, width), (last, inner)):
+        assert linear.blocks.shape[1] == inputs
+        bits = 32 if linear.blocks.dtype == torch.float32 else 16 if linear.scales is None else 8
+        group = inputs if linear.scales is None else inputs // linear.scales.shape[1]
+        yield from (address(linear.blocks), address(linear.scales), group, bits)
+    yield inner
+
+
+def address(tensor: Tensor | None) -> int:
+    assert tensor is None or tensor.is_contiguous()
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def block_of(layer: nn.Module) -> PreNormBlock:
+    assert isinstance(layer, PreNormBlock), type(layer)
+    return layer
+
+
+# blocks: `addresses` [layers, ...]. New keys and values are written to kv or the cache.
+kernels.cpp_operator(
+    "blocked_stack",
+    "(Tensor x, Tensor? cos, Tensor? sin, Tensor(a!) kv, Tensor kv_write_index, Tensor page_table,"
+    " Tensor kv_lens, Tensor cu_seqlens, SymInt page_tokens, int first_layer, int heads, float scale, float eps,"
+    " bool is_paired, Tensor? norm, Tensor blocks) -> Tensor",
+    like_first,
+)
+kernels.cpp_operator(
+    "blocked_frame_stack",
+    "(Tensor x, Tensor cos, Tensor sin, Tensor position, Tensor(a!) cache, int heads, float scale, float eps,"
+    " bool is_paired, bool is_rounded, Tensor norm, Tensor blocks) -> Tensor",
+    like_first,
+)
