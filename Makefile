@@ -1,6 +1,7 @@
 # make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise);
 #               REPLICAS=2 serves with two engines
-# make test     install what developers need, and run all tests
+# make test     install what developers need, and run all tests that are not marked slow; SLOW=2/5 adds the third fifth of those
+# make test-all run all tests: an hour on two cores
 # make lint     check formatting, lint and types
 # make docs     build the documentation in site/
 # make fixtures regenerate the parity fixtures
@@ -12,18 +13,22 @@ PYTHON ?= python3
 PORT ?= 8000
 FAMILY ?=
 REPLICAS ?=
+SLOW ?= none
 MODEL ?= $(if $(FAMILY),demo/$(FAMILY))
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: serve test lint docs fixtures rehearse voice
+.PHONY: serve test test-all lint docs fixtures rehearse voice
 
 serve: $(VENV)/.serves $(if $(REPLICAS),$(VENV)/.ray) $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT) $(if $(REPLICAS),--replicas $(REPLICAS))
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --slow $(SLOW)
+
+test-all:
+	$(MAKE) test SLOW=all
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

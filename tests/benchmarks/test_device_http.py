@@ -32,6 +32,7 @@ def without(tmp_path, monkeypatch):
     return block
 
 
+@pytest.mark.slow
 def test_the_same_engine_is_measured_over_http_without_ffmpeg(engine, without):
     without("av")
     assert device_http.why_not() is None

@@ -53,6 +53,7 @@ def test_recordings_differ_by_seed():
     assert under_load.recording(1) == under_load.recording(1) != under_load.recording(2)
 
 
+@pytest.mark.slow
 def test_the_encoding_program_runs_until_it_is_terminated():
     mine, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(

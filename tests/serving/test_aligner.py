@@ -47,6 +47,7 @@ def test_the_process_gives_the_words_that_the_model_gives(directory):
         assert facts == [(word.text, word.start, word.stop, word.is_aligned) for word in expected]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_fails_its_pieces_and_is_started_again(directory):
     async def asked():
         aligner = Aligner(str(directory))
@@ -153,6 +154,7 @@ def test_a_process_that_gives_no_answer_is_ended(monkeypatch):
     assert asyncio.run(asked())
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_server(directory):
     async def asked():
         aligner = Aligner(str(directory))

@@ -245,6 +245,7 @@ def at_random(rate: float, count: int, seed: int = 0) -> list[tuple[float, int, 
     return [(float(at_s), int(chance.integers(5, 30)), int(chance.integers(60, 160))) for at_s in times]
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.lists(st.tuples(st.floats(0, 6), st.integers(1, 50), st.integers(1, 160)), min_size=1, max_size=6),
@@ -258,12 +259,14 @@ def test_every_listener_hears_the_whole_speech(arrivals, policy):
     )
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(st.lists(st.tuples(st.floats(0, 8), st.integers(1, 50), st.integers(30, 160)), min_size=1, max_size=4))
 def test_few_listeners_hear_no_gap(arrivals):
     assert max(one.late_s for one in asked("streaming", arrivals)) <= 1e-9
 
 
+@pytest.mark.slow
 def test_near_capacity_streaming_has_no_gaps_and_fifo_has_many():
     streaming, fifo = (asked(policy, at_random(0.9, 120)) for policy in ("streaming", "fifo"))
     assert (

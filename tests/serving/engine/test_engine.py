@@ -447,6 +447,7 @@ def test_a_family_that_cuts_its_renders_itself_is_given_all_rows(monkeypatch):
     assert max(rows) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):

@@ -49,6 +49,7 @@ def run(served: Engine, request: Request) -> tuple[Listener, list[tuple[int, int
     raise AssertionError("the request does not end")
 
 
+@pytest.mark.slow
 @LAGS
 def test_guidance_changes_the_speech_and_equals_the_plain_loop(report_lag):
     request = guided(0)

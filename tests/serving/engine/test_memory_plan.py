@@ -35,6 +35,7 @@ def plan_of_shapes(name):
     return plan(shapes(name), 3)
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_weights_and_state_are_what_the_loaded_model_has(name):
     made, real = plan_of_shapes(name), family(name)

@@ -22,7 +22,7 @@ from serving.tools.bench import LaunchTimes, Work, bench, instructions, min_ms_p
 from serving.tools.requests import first_request
 from zoo.kernels import cpu
 from zoo.nn import fp8
-from zoo.nn.packed import pack
+from zoo.nn.pack import pack
 from zoo.request import Request
 
 
@@ -203,6 +203,7 @@ def test_weights_count_with_the_bits_that_the_checkpoint_gives_them():
         assert done.bytes == num_bytes * 64 * 64
 
 
+@pytest.mark.slow
 def test_the_run_names_what_its_products_read():
     cpu.build()
     module = nn.ModuleDict({"out": rounded_linear(), "head": rounded_linear(), "fp32": nn.Linear(64, 64)})

@@ -14,6 +14,7 @@ from serving.tools.warm import warm
 from zoo.contract import KV
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     monkeypatch.setattr(
