@@ -2,6 +2,7 @@
 a busy machine spinning threads turn milliseconds into tens of milliseconds."""
 
 import os
+import re
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -22,10 +23,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def part_of(slow: str) -> tuple[int, int]:
+    if slow == "none":
+        return 0, 0
+    found = re.fullmatch(r"(\d+)/(\d+)", slow)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise pytest.UsageError(
+            f"--slow {slow}: possible are all, none, and K/N with K from 0 to N - 1, like 2/5"
+        )
+    return int(found[1]), int(found[2])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.slow == "all":
         return
-    part, parts = (0, 0) if config.option.slow == "none" else map(int, config.option.slow.split("/"))
+    part, parts = part_of(config.option.slow)
 
     def runs(item: pytest.Item) -> bool:
         if item.get_closest_marker("slow") is None:

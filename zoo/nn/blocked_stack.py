@@ -114,7 +114,7 @@ def is_whole(layers: nn.ModuleList, x: Tensor) -> bool:
 
 def pack_stacks(model: nn.Module) -> None:
     """Give each list of blocks whose weights are all in our layout `addresses`, the table that the operators
-    read. With a list of tensors instead, passing them would take 5 % of a step."""
+    read. With lists of tensors instead, a step of Qwen3-TTS takes 2 to 4 % longer."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and all(map(has_our_layout, module)):
             rows = [list(addresses_of(block_of(layer))) for layer in module]

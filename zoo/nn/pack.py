@@ -79,7 +79,7 @@ def packed(
     least_bytes: int,
     reads_many_rows: bool,
     has_8_bits: bool,
-    is_stacked: bool = False,
+    is_stacked: bool,
 ) -> nn.Module:
     """Return a layer in the form that computes it fastest, which may be itself."""
     has_onednn = can_be_packed(plain.weight, dtype_of(plain))
