@@ -9,11 +9,13 @@ codebook collapses.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from train_a_voice.features import BANDS, HOPS
 from train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
@@ -110,16 +112,30 @@ class Codebooks:
         return torch.cat([self._search(part) for part in points.split(2048)])
 
     def _search(self, points: Tensor) -> Tensor:
-        codes = nearest(points, self.mel[0])[:, None, None]  # [N, prefixes, levels so far]
-        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, prefixes, D]
-        for table in self.mel[1:]:
-            far = rest.square().sum(2, keepdim=True) - 2 * rest @ table.T + table.square().sum(1)
-            best = far.flatten(1).topk(BEAM, largest=False).indices
+        """The squared distance |x - a - b|^2 of a prefix a and one more row b is |x - a|^2 - 2 x b + 2 a b + |b|^2.
+        All 2 a b are known (`cross`), so x is multiplied with a table once, and not once for each prefix."""
+        first = nearest(points, self.mel[0])
+        points = points - self.mel[0][first]
+        codes = first.new_zeros(len(points), 1, 0)  # [N, prefixes, levels so far], behind the first
+        far = points.square().sum(1, keepdim=True)  # [N, prefixes]
+        for level, table in enumerate(self.mel[1:]):
+            both = points.new_zeros(len(points), 1, SIZE)
+            if level:
+                rows = (codes + SIZE * torch.arange(level)).flatten(0, 1)
+                both = F.embedding_bag(rows, self.cross[level], mode="sum").view(len(points), -1, SIZE)
+            both += (table.square().sum(1) - 2 * points @ table.T)[:, None]
+            far, best = both.add_(far[:, :, None]).flatten(1).topk(BEAM, largest=False)
             start, code = best // SIZE, best % SIZE
-            kept = codes.gather(1, start[..., None].expand(-1, -1, codes.shape[2]))
+            kept = codes.gather(1, start[..., None].expand(-1, -1, level))
             codes = torch.cat((kept, code[..., None]), 2)
-            rest = rest.gather(1, start[..., None].expand(-1, -1, rest.shape[2])) - table[code]
-        return codes[:, 0]
+        return torch.cat((first[:, None], codes[:, 0]), 1)
+
+    @cached_property
+    def cross(self) -> list[Tensor]:
+        """Twice the products of the rows of each level but the first with all rows of the levels between:
+        [levels between * SIZE, SIZE] each."""
+        rest = self.mel[1:]
+        return [2 * rest[:level].flatten(0, 1) @ table.T for level, table in enumerate(rest)]
 
     def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return mel [T, HOPS, BANDS], cycles [T] and voicing [T, HOPS] of codes [T, K]."""

@@ -53,7 +53,7 @@ FULL = Settings(
     # The published rates are 8, 5, 4, 3. These have fewer samples at the layers with more channels, so they
     # train faster.
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
-    talker=_stack(192, 448, 6, 4, 48),
+    talker=_stack(192, 448, 8, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
 )
 QUICK = Settings(

@@ -66,13 +66,16 @@ def smooth(mean: np.ndarray, std: np.ndarray, delta: np.ndarray, delta_std: np.n
     right[2:] += 2 * slope * delta[1:-1]
     right[:-2] -= 2 * slope * delta[1:-1]
     factor = np.empty_like(slope)
-    for t, beside in enumerate(-slope):
-        factor[t] = beside / diagonal[t]
-        diagonal[t + 2] -= factor[t] * beside
-        right[t + 2] -= factor[t] * right[t]
+    pairs = [(slice(t, t + 2), slice(t + 2, t + 4)) for t in range(0, len(slope) - 1, 2)]
+    if len(slope) % 2:
+        pairs.append((slice(len(slope) - 1, len(slope)), slice(len(slope) + 1, len(slope) + 2)))
+    for here, later in pairs:
+        factor[here] = -slope[here] / diagonal[here]
+        diagonal[later] += factor[here] * slope[here]
+        right[later] -= factor[here] * right[here]
     values = right / diagonal
-    for t in range(len(slope) - 1, -1, -1):
-        values[t] -= factor[t] * values[t + 2]
+    for here, later in reversed(pairs):
+        values[here] -= factor[here] * values[later]
     return values
 
 

@@ -128,6 +128,21 @@ def test_each_level_leaves_less(fitted: codes.Codebooks, tmp_path: Path) -> None
     torch.testing.assert_close(again.shapes, fitted.shapes)
 
 
+def test_the_search_keeps_the_prefixes_that_leave_least() -> None:
+    seeded = torch.Generator().manual_seed(0)
+    mel = torch.randn(4, codes.SIZE, 12, generator=seeded) / torch.arange(1, 5)[:, None, None]
+    books = codes.Codebooks(mel, torch.zeros(codes.SHAPES, features.HOPS), torch.zeros(4))
+    points = 2 * torch.randn(20, 12, generator=seeded)
+    for point, found in zip(points, books.search(points), strict=True):
+        first = int((mel[0] - point).square().sum(1).argmin())
+        beam = [(first,)]
+        for level in range(1, 4):
+            longer = [(*prefix, code) for prefix in beam for code in range(codes.SIZE)]
+            rest = point - mel[torch.arange(level + 1), torch.tensor(longer)].sum(1)
+            beam = [longer[i] for i in rest.square().sum(1).argsort()[: codes.BEAM].tolist()]
+        assert tuple(found.tolist()) == beam[0]
+
+
 def test_the_vocoder_reproduces_the_features(fitted: codes.Codebooks) -> None:
     (found,) = synthetic.spoken(["mama nam an"])
     samples = decoder.target(found, fitted) / 32767
