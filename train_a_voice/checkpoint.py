@@ -26,7 +26,7 @@ ASSISTANT = 256 + len(SPECIAL)  # has its own text row: the vocabulary has singl
 MAX_FRAMES = 375  # a third of it is the longest piece of a text: 10 s, about the longest in training
 CONTROL_SHIFT = 2048 - SIZE  # offset of the published ids that are not codes
 SAMPLING = {
-    "temperature": 0.2,
+    "temperature": 0.4,
     "top_k": 5,
     "repetition_penalty": 1.0,
     "subtalker_temperature": 0.1,

@@ -28,6 +28,7 @@ SHARPEN = 1.4  # flite's postfilter, from the third cepstrum on
 BETWEEN = (0.25, 0.5, 0.25)  # weights of three rows in a hop of two
 LOUD = np.log(0.05)  # bands below it say nothing about the colour
 FEW = 5.0  # hops from which a band's own colour counts more than the speaker's
+MOST_HZ = 1_000.0  # of a pitch: flite's is infinite in a rare text
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def uncoloured(speech: Speech) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     statics, deltas = track[:, 2 : 2 + 2 * ORDER], track[:, 2 + 2 * ORDER :]
     cepstra = smooth(statics[:, ::2], statics[:, 1::2], deltas[:, ::2], deltas[:, 1::2])
     cepstra[:, 2:] *= SHARPEN
-    is_voiced = track[:, 0] > 0
+    is_voiced = (track[:, 0] > 0) & (track[:, 0] < MOST_HZ)
     where = np.flatnonzero(is_voiced)
     pitch_hz = np.interp(np.arange(len(track)), where, track[where, 0]) if len(where) else track[:, 0]
     rows = (envelope(cepstra), pitch_hz, is_voiced.astype(float))

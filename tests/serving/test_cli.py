@@ -117,7 +117,7 @@ def test_versions_are_printed_without_loading_a_model(zoo):
 def test_the_default_model_is_the_small_voice(zoo):
     done = zoo("inspect", "--json")
     facts = json.loads(done.stdout)
-    assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["slt"]), done.stderr
+    assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["rms", "slt"]), done.stderr
 
 
 @pytest.mark.parametrize("terminal", [80, 120, None])

@@ -26,7 +26,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chance(tmp_path_factory):
     """A server of the small voice, which accepts no text while it speaks."""
-    options = ("--alias", "fast=small_voice", "--alias-voice", "anna=slt", "--max-sessions", "1")
+    options = ("--alias", "fast=small_voice", "--alias-voice", "anna=rms", "--max-sessions", "1")
     with serving(tmp_path_factory.mktemp("served"), *options) as url:
         yield url
 
@@ -177,11 +177,11 @@ def test_the_flags_for_aliases_and_sessions_take_effect(chance):
     extra = {"seed": 1, "max_new_tokens": 3, "stream": False}
     heard_by_name = [
         client.audio.speech.create(model=name, voice=voice, input="Hello.", extra_body=extra)
-        for name, voice in (("small_voice", "slt"), ("fast", "anna"), ("tts-1", "alloy"))
+        for name, voice in (("small_voice", "rms"), ("fast", "anna"), ("tts-1", "alloy"))
     ]
     assert len({answer.content for answer in heard_by_name}) == 1
     warnings = [answer.response.headers.get("x-warning", "") for answer in heard_by_name]
-    assert warnings[:2] == ["", ""] and "'slt' is used instead" in warnings[2]
+    assert warnings[:2] == ["", ""] and "'rms' is used instead" in warnings[2]
     with session(chance), pytest.raises(InvalidStatus, match="503"), session(chance):
         pass
 

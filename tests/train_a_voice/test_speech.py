@@ -88,6 +88,14 @@ def test_features_have_the_pitch_of_the_track_and_end_in_silence() -> None:
     assert found.mel[3].mean() > 1
 
 
+def test_an_infinite_pitch_changes_no_cycles() -> None:
+    speech = synthetic.speech("aaaa mmmm")
+    before = track.analyse(speech, 0, synthetic.COLOURS)
+    speech.track[50, 0] = np.inf
+    after = track.analyse(speech, 0, synthetic.COLOURS)
+    np.testing.assert_array_equal(after.cycles, before.cycles)
+
+
 def test_colours_are_measured() -> None:
     spoken = [[synthetic.speech(text) for text in synthetic.texts(3, seed)] for seed in (0, 1)]
     voiced, unvoiced = np.random.default_rng(0).normal(size=(2, 2, features.BANDS)) * 0.3
