@@ -3,8 +3,8 @@
 Time is measured as a listener sees it: from the request to its first samples, with seconds of audio counted
 from samples and the true rate. The floor is the least possible time for a frame. It comes from one eager
 step, which counts the weights that matrix products and convolutions read and the arithmetic that they do.
-Weights count with the bits that the checkpoint gives them. The same run measures the machine's bandwidth and
-arithmetic rate.
+A frame of some models takes several steps. Weights count with the bits that the checkpoint gives them. The
+same run measures the machine's bandwidth and arithmetic rate.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def bench(
     warm_s = time.perf_counter() - began_s
 
     def finish(run: dict[str, Any]) -> None:
-        add_floor(run, min_ms_per_frame(counted, limits, run["streams"], max(family.spec.window.sizes)))
+        window = max(family.spec.window.sizes)
+        add_floor(run, min_ms_per_frame(counted, limits, run["streams"], window, run["steps_per_frame"]))
         log_line(summary(run))
 
     runs = drive(engine, streams, rounds, request, finish)
@@ -222,15 +223,18 @@ class Load:
 
 
 class LaunchTimes:
-    """The seconds that a runner spends in its launches and their number, by kind. The host has the rest."""
+    """The seconds that a runner spends in its launches, their number and their rows, by kind. The host has the
+    rest."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.launches: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
 
     def __call__(self, event: str, rows: int, seconds: float) -> None:
         self.seconds[event] += seconds
         self.launches[event] += 1
+        self.rows[event] += rows
 
 
 def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[str, Any]:
@@ -240,7 +244,8 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
     listeners = Load(engine, rounds, request)
     wall_s = listeners.run(streams)
     model.runner.observer = None
-    audio_s = listeners.num_samples / model.family.spec.sample_rate_hz
+    spec = model.family.spec
+    audio_s = listeners.num_samples / spec.sample_rate_hz
     steps = times.launches["step"]
     return {
         "streams": streams,
@@ -252,6 +257,8 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
         "audio_s_per_s": audio_s / wall_s,
         "ttfa_ms": 1e3 * float(np.median(listeners.first_audio_s)),
         "ttfa_p90_ms": 1e3 * float(np.quantile(listeners.first_audio_s, 0.9)),
+        # steps behind a speech's end make no frame
+        "steps_per_frame": min(spec.steps_per_frame, times.rows["step"] / listeners.num_frames),
         "step_ms": 1e3 * times.seconds["step"] / steps,
         "render_ms": 1e3 * times.seconds["render"] / steps,
         "host_ms_per_step": 1e3 * max(wall_s - sum(times.seconds.values()), 0.0) / steps,
@@ -346,15 +353,21 @@ def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
 
 
 def min_ms_per_frame(
-    counted: dict[str, dict[str, Any]], limits: dict[str, Any], streams: int, window: int
+    counted: dict[str, dict[str, Any]],
+    limits: dict[str, Any],
+    streams: int,
+    window: int,
+    steps_per_frame: float = 1.0,
 ) -> float:
     """Return the least time for a frame of every stream: the longer of reading weights at full bandwidth and
     doing arithmetic at the full rate of its dtype. The renderer's weights are read once per largest
     window."""
     step = counted["step"]
     render = counted["render"]
-    read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
-    flops = Counter(step["flops"]) + Counter(render["flops"])
+    read = (steps_per_frame * step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
+    flops = {name: steps_per_frame * count for name, count in step["flops"].items()}
+    for name, count in render["flops"].items():
+        flops[name] = flops.get(name, 0) + count
     compute = streams * sum(count / limits["flops_per_s"][name] for name, count in flops.items())
     return 1e3 * max(read, compute)
 

@@ -151,6 +151,7 @@ def test_the_floor_is_the_longer_of_reading_and_arithmetic():
     limits = {"bytes_per_s": 1e9, "flops_per_s": {"bfloat16": 8e8, "float32": 1e9}}
     assert min_ms_per_frame(counted, limits, streams=1, window=25) == pytest.approx(5.0)
     assert min_ms_per_frame(counted, limits, streams=8, window=25) == pytest.approx(8.0)
+    assert min_ms_per_frame(counted, limits, 1, 25, steps_per_frame=7) == pytest.approx(29.0)
 
 
 def test_the_observer_sees_every_launch(with_end):
