@@ -217,8 +217,8 @@ def command(args: argparse.Namespace, scratch: Path, role: str) -> list[str]:
 
 
 def run_all(scratch: Path, args: argparse.Namespace) -> int:
-    """Run three programs side by side. A training that fails continues once, without graphs."""
-    began_s, again = time.time(), set[str]()
+    """Run the programs side by side. A training that fails continues once, without graphs."""
+    began_s, again, roles = time.time(), set[str](), [args.only] if args.only else list(ROLES)
 
     def start(role: str, *more: str) -> subprocess.Popen[bytes]:
         line, env = [*command(args, scratch, role), *more], os.environ | ONE_THREAD
@@ -227,15 +227,15 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
                 line, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env
             )
 
-    programs = {role: start(role) for role in ("more", *ROLES)}
+    programs = {role: start(role) for role in ("more", *roles)}
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the programs end, too
     try:
-        while any(programs[role].poll() is None for role in ROLES) and time.time() < args.end + LATE_S:
+        while any(programs[role].poll() is None for role in roles) and time.time() < args.end + LATE_S:
             time.sleep(0.2)
             if programs["more"].poll() not in (None, 0) and "more" not in again:
                 again.add("more")
                 print(f"no more sentences are made: see {args.out / 'more.txt'}", flush=True)
-            for role in ROLES:
+            for role in roles:
                 is_late = args.end - time.time() < RESTART_S
                 if programs[role].poll() in (None, 0) or role in again or is_late:
                     continue
@@ -250,7 +250,7 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
         for program in programs.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)  # and the processes that make speech
-    ends = {role: programs[role].wait() for role in ROLES}
+    ends = {role: programs[role].wait() for role in roles}
     print(ends, flush=True)
     return int(any(ends.values()))
 
@@ -270,6 +270,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the new sentences")
     begin = "continue the run in this directory if it was stopped; train its voice further if it ended"
     parser.add_argument("--begin", type=Path, help=begin)
+    only = "train one part; --begin names the directory that has the other one"
+    parser.add_argument("--only", choices=list(ROLES), help=only)
     graphs = "run every step eagerly instead of recording it as a CUDA graph"
     parser.add_argument("--no-graphs", action="store_true", help=graphs)
     parser.add_argument("--role", choices=["all", "more", *ROLES], default="all", help=argparse.SUPPRESS)
@@ -277,10 +279,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
 
 
+def keep_others(args: argparse.Namespace) -> None:
+    """Copy the parts that are not trained from the earlier run, for `export`."""
+    others = [f"{role}.pt" for role in ROLES if role != args.only]
+    if args.begin is None or not all((args.begin / name).exists() for name in others):
+        raise SystemExit(f"train: --only {args.only} needs --begin with a directory that has {others[0]}")
+    for name in others:
+        shutil.copyfile(args.begin / name, args.out / name)
+
+
 def train(args: argparse.Namespace) -> int:
     """Train a voice, or play one role in it. Return 0 if both trainings ended well."""
     args.end = args.end or time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.only and args.role == "all":
+        keep_others(args)
     levels = len(Codebooks.load(args.folder / "codebooks.npz").mel)
     args.is_quick = levels == QUICK.mel_levels
     settings = QUICK if args.is_quick else FULL

@@ -297,6 +297,24 @@ def test_a_training_that_fails_is_started_again(tmp_path: Path, monkeypatch: pyt
     assert time.time() < args.end - 300
 
 
+def test_one_part_is_trained_and_the_other_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, started = options(tmp_path, tmp_path / "out", 60), []
+
+    def command(args: argparse.Namespace, scratch: Path, role: str) -> list[str]:
+        started.append(role)
+        return [sys.executable, "-S", "-c", "pass"]
+
+    monkeypatch.setattr(train, "command", command)
+    BOOKS.save(tmp_path / "codebooks.npz")
+    (tmp_path / "decoder.pt").write_bytes(b"trained before")
+    args.only = "talker"
+    with pytest.raises(SystemExit, match=r"needs --begin with a directory that has decoder\.pt"):
+        train.train(args)
+    args.begin = tmp_path
+    assert train.train(args) == 0 and started == ["more", "talker"]
+    assert (args.out / "decoder.pt").read_bytes() == b"trained before"
+
+
 def trained(folder: Path, out: Path, scratch: Path) -> None:
     """Play both roles for some steps each, without other processes."""
     args = options(folder, out, 1)
