@@ -176,8 +176,9 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         device_launches.times(model.runner, put)
         if options.part in options.only_launches:
             return
+        orders = {order: device_launches.recorded_again(model.runner, order) for order in options.orders}
         try:
-            beside(engine, partial(listen, name, engine, request, model.runner.num_slots, options, put))
+            beside(engine, partial(listen, name, engine, request, orders, options, put))
         finally:
             put("graph_misses", model.runner.graph_misses)
             put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
@@ -252,11 +253,20 @@ def compile_stage(part: str, options: argparse.Namespace) -> None:
     print(f"{part}: a compiler for {name} took {took_s:.1f} s", file=sys.stderr, flush=True)
 
 
-def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
-    """Measure what listeners of a model with `most` slots experience."""
+def listen(
+    name: str,
+    engine: Any,
+    request: Any,
+    orders: dict[str, tuple[device_launches.Recorded, device_launches.Recorded]],
+    options: argparse.Namespace,
+    put: Put,
+) -> None:
+    """Measure what listeners of a model experience. orders: launches with other priorities, for the same again."""
     from benchmarks.predict import RATES
     from serving.tools.bench import WARM_FRAMES, load
 
+    [model] = engine.models.values()
+    most = model.runner.num_slots
     load(engine, most, 1, replace(request, max_frames=WARM_FRAMES))
     for streams in sorted({min(count, most) for count in options.streams}):
         put(f"{streams} streams", load(engine, streams, 1, request))
@@ -271,6 +281,16 @@ def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Na
     if options.http:
         streams = sorted({min(max(options.streams), most), most})
         device_http.over_http(engine, streams, rates, request.max_frames, options.seconds, put)
+    lowered = model.runner.lowered
+    for order, (steps, renders) in orders.items():
+        lowered.step_graphs.recorded |= steps
+        lowered.render_graphs.recorded |= renders
+        put(
+            f"{most} streams, each followed by the next, {order}",
+            followed(engine, request, most, options.seconds),
+        )
+        for rate in rates:
+            put(f"{rate:g} requests a second, {order}", arrivals(engine, request, rate, options.seconds))
 
 
 @contextmanager
@@ -460,6 +480,13 @@ def main() -> None:
         help="what to compare with FlashInfer's (default: all)",
     )
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--orders",
+        nargs="+",
+        default=[],
+        choices=device_launches.ORDERS,
+        help="figures once more with these priorities of steps and renders",
+    )
     parser.add_argument("--http", nargs="+", metavar="FAMILY", help="figures over HTTP for these alone")
     parser.add_argument("--no-http", action="store_true", help="no figures over HTTP")
     parser.add_argument(

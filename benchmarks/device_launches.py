@@ -14,6 +14,9 @@ from serving.engine.device.runner import Runner
 
 REPLAYS, REPLAYS_MS = 20, 60  # limits for one graph
 OVERLAP_MS = 200  # of each kind, while both run
+# CUDA's priorities of steps and renders
+ORDERS = {"steps first": (-1, 0), "equal": (0, 0), "renders first": (0, -1)}
+Recorded = dict[Hashable, tuple[Any, Any]]  # launch -> its graph and its results
 
 
 def times(runner: Runner, put: Put) -> None:
@@ -39,11 +42,11 @@ def beside_each_other(runner: Runner, put: Put) -> None:
     rows = sorted(renders, key=lambda key: key[1] * key[2])
     stage(runner, step)
     plain = torch.cuda.Stream()
-    first, equal = steps[step][0], recorded_on(plain, runner, step)
+    first, equal = steps[step][0], recorded_on(plain, runner, step)[0]
     for render in (rows[0], rows[-1]):
         stage(runner, step)
         stage(runner, render)
-        behind, ahead = renders[render][0], recorded_on(urgent, runner, render)
+        behind, ahead = renders[render][0], recorded_on(urgent, runner, render)[0]
         put(
             f"{name(step)} beside {name(render)}, ms",
             {
@@ -54,24 +57,37 @@ def beside_each_other(runner: Runner, put: Put) -> None:
         )
 
 
+def recorded_again(runner: Runner, order: str) -> tuple[Recorded, Recorded]:
+    """Record all steps and renders once more, with the priorities of one of ORDERS. Call it on the thread that records
+    the others: a library makes its handle for a thread when it is first used, which a recording refuses."""
+    found: list[Recorded] = []
+    graphs = runner.lowered.step_graphs, runner.lowered.render_graphs
+    for known, priority in zip(graphs, ORDERS[order], strict=True):
+        stream, pool = torch.cuda.Stream(priority=priority), torch.cuda.graph_pool_handle()
+        keys = [key for key in known.recorded if key[0] != "prefill"]  # type: ignore[index]
+        found.append({key: recorded_on(stream, runner, key, pool) for key in keys})
+    return found[0], found[1]
+
+
 @torch.inference_mode()
-def recorded_on(stream: Any, runner: Runner, key: Any) -> Any:
-    """Record a launch again, on another stream: kernels of a recorded launch keep the priority of its stream."""
+def recorded_on(stream: Any, runner: Runner, key: Any, pool: Any = None) -> tuple[Any, Any]:
+    """Record a launch again, on another stream: kernels of a recorded launch keep the priority of its stream. Return the
+    graph and its results."""
     kind, *sizes = key
     if kind == "render":
-        view, pool = warmup.nothing_of(runner, *sizes), runner.streams.renders.pool
+        view, usual = warmup.nothing_of(runner, *sizes), runner.streams.renders.pool
         launch = partial(runner.lowered.render, view)
     else:
         [batch] = [batch for known, batch in warmup.step_batches(runner, sizes[0]) if known == key]
-        launch, pool = partial(runner.lowered.step, batch), runner.streams.lm.pool
+        launch, usual = partial(runner.lowered.step, batch), runner.streams.lm.pool
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(runner.device)
     with (
         warmup.tf32(kind == "render" and runner.codec != "float32"),
-        torch.cuda.graph(graph, pool=pool, stream=stream),
+        torch.cuda.graph(graph, pool=pool or usual, stream=stream),
     ):
-        launch()
-    return graph
+        results = launch()
+    return graph, results
 
 
 def overlapped_ms(graphs: tuple[Any, Any], streams: tuple[Any, Any]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from masquerade import masquerade
 from models import TOYS, Clock
 
 from benchmarks import device_compilers, device_launches
-from serving.engine.engine import Engine
+from serving.engine.engine import Audio, Engine
+from serving.tools.requests import first_request
 
 
 def test_each_launch_is_staged_before_it_is_timed(monkeypatch):
@@ -34,6 +35,35 @@ def test_each_launch_is_staged_before_it_is_timed(monkeypatch):
         assert {name.split()[0] for name in known} >= {"step", "prefill", "render"}
         for name, value in runner.state.tensors().items():  # no slot of a request has changed
             assert torch.equal(value[: runner.num_slots], before[name][: runner.num_slots]), name
+
+
+def test_launches_recorded_again_do_the_same():
+    with masquerade():
+        engine = Engine(TOYS["toy"](), max_slots=4, compile=False, clock=Clock())
+        engine.warm(lambda *_: None)
+        [model] = engine.models.values()
+        lowered = model.runner.lowered
+        before = spoken(engine)
+        steps, renders = device_launches.recorded_again(model.runner, "renders first")
+        assert {*steps, *renders} == {
+            key
+            for graphs in (lowered.step_graphs, lowered.render_graphs)
+            for key in graphs.recorded
+            if key[0] != "prefill"
+        }
+        lowered.step_graphs.recorded |= steps
+        lowered.render_graphs.recorded |= renders
+        assert before and spoken(engine) == before
+
+
+def spoken(engine) -> bytes:
+    heard = []
+    [model] = engine.models.values()
+    request = first_request(model.family, max_frames=20)
+    engine.speak("one", request, lambda event: heard.append(event) if isinstance(event, Audio) else None)
+    while engine.turn():
+        pass
+    return b"".join(event.samples.tobytes() for event in heard)
 
 
 class Event:
