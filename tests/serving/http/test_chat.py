@@ -72,7 +72,12 @@ def test_a_stream_has_the_text_and_the_audio_of_the_whole_answer(client):
     deltas = [chunk.choices[0].delta.to_dict() for chunk in content]
     audio = [delta["audio"] for delta in deltas if "audio" in delta]
     assert deltas[0]["role"] == "assistant" and content[-1].choices[0].finish_reason in ("stop", "length")
-    assert last.choices == [] and last.usage == whole.usage
+    assert (
+        last.choices == [] and last.usage.completion_tokens_details == whole.usage.completion_tokens_details
+    )
+    assert (
+        last.usage.prompt_tokens == whole.usage.prompt_tokens
+    )  # how many are cached depends on earlier requests
     expected = whole.choices[0].message.audio
     assert "".join(part.get("transcript", "") for part in audio) == expected.transcript
     pcm = b"".join(base64.b64decode(part.get("data", "")) for part in audio)

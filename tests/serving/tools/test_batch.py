@@ -318,9 +318,9 @@ def test_the_small_voice_speaks_a_batch_at_the_given_speeds_and_loudness(tmp_pat
     """Double speed halves the length, and a speed out of range is an error of its line."""
     path = lines(
         tmp_path / "in.jsonl",
-        {"text": "Hello.", "id": "fast"},
-        {"text": "Hello.", "id": "plain", "speed": 1, "loudness": -30},
-        {"text": "Hello.", "id": "wrong", "speed": 9},
+        {"text": "Good morning.", "id": "fast"},
+        {"text": "Good morning.", "id": "plain", "speed": 1, "loudness": -30},
+        {"text": "Good morning.", "id": "wrong", "speed": 9},
     )
     how = (
         "--no-compile",
