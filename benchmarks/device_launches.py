@@ -64,7 +64,7 @@ def recorded_again(runner: Runner, order: str) -> tuple[Recorded, Recorded]:
     graphs = runner.lowered.step_graphs, runner.lowered.render_graphs
     for known, priority in zip(graphs, ORDERS[order], strict=True):
         stream, pool = torch.cuda.Stream(priority=priority), torch.cuda.graph_pool_handle()
-        keys = [key for key in known.recorded if key[0] != "prefill"]  # type: ignore[index]
+        keys = [key for key in known.recorded if not name(key).startswith("prefill")]
         found.append({key: recorded_on(stream, runner, key, pool) for key in keys})
     return found[0], found[1]
 

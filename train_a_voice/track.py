@@ -67,9 +67,9 @@ def smooth(mean: np.ndarray, std: np.ndarray, delta: np.ndarray, delta_std: np.n
     right[2:] += 2 * slope * delta[1:-1]
     right[:-2] -= 2 * slope * delta[1:-1]
     factor = np.empty_like(slope)
-    pairs = [(slice(t, t + 2), slice(t + 2, t + 4)) for t in range(0, len(slope) - 1, 2)]
-    if len(slope) % 2:
-        pairs.append((slice(len(slope) - 1, len(slope)), slice(len(slope) + 1, len(slope) + 2)))
+    # two rows at a time, since a row and the next do not meet in an equation
+    edges = [(t, min(t + 2, len(slope))) for t in range(0, len(slope), 2)]
+    pairs = [(slice(begin, end), slice(begin + 2, end + 2)) for begin, end in edges]
     for here, later in pairs:
         factor[here] = -slope[here] / diagonal[here]
         diagonal[later] += factor[here] * slope[here]

@@ -33,6 +33,7 @@ from train_a_voice.lines import Lines
 from train_a_voice.pack import APART, SPAWN, make_lines
 from train_a_voice.pool import Noise, Pool
 from train_a_voice.settings import FULL, QUICK, Settings, codec_config
+from zoo.nn.packed import can_be_packed
 from zoo.qwen3_tts import describe
 from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
@@ -46,7 +47,7 @@ WAIT_S = 90.0  # longest wait for them; then it learns from the packed codes
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 COMPILE_S = 300.0  # shortest run on a CPU that compiles the decoder: a minute's work, which halves its steps
 RESTART_S = 30.0  # shortest time for which a failed training is started again
-LATE_S = 25.0  # time for a training to write its result after the end
+LATE_S = 120.0  # time for a training to look at unseen sentences and write its result after the end
 POOL_UTTERANCES, POOL_FRAMES = 400_000, 18_000_000
 SPARE_UTTERANCES, SPARE_FRAMES = 30_000, 2_000_000  # room for more on a CPU
 NEW_NOISE = Noise(0.03, 0.06, 0.015)  # of a run that trains a finished voice further
@@ -117,9 +118,8 @@ class Begin:
 def plan_of(plan: Any, on_cpu: dict[str, Any], device: torch.device) -> Any:
     if device.type != "cpu":
         return plan
-    has_bf16 = (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )  # without it, products in bf16 take many times as long
+    # without bf16 arithmetic, a product in bf16 takes many times as long as in fp32
+    has_bf16 = can_be_packed(torch.empty(1), torch.bfloat16)
     return replace(plan, **on_cpu, dtype=torch.bfloat16 if has_bf16 else torch.float32)
 
 

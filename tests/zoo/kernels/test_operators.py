@@ -18,13 +18,7 @@ from zoo.nn.sampling import GREEDY, draw_inline
 PAGE = 16
 
 
-@pytest.fixture(autouse=True)
-def _built():
-    kernels.build()
-    before = torch.get_num_threads()
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def plain(call):

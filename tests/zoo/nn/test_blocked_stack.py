@@ -34,13 +34,7 @@ class Sizes:
     eps: float = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _built():
-    kernels.build()
-    before = torch.get_num_threads()
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def packed(make, bits: int = 16, count: int = 3) -> nn.Module:
