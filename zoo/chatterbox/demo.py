@@ -259,7 +259,7 @@ def made(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     if name.endswith("num_batches_tracked"):
         return torch.tensor(1)
     if name.endswith("_mel_filters"):
-        return slaney_filters(SPEECH_HZ, FFT, shape[0]).float()
+        return slaney_filters(SPEECH_HZ, FFT, shape[0]).float().abs()  # zeros without a sign
     if name == "tokenizer.window":
         return torch.hann_window(FFT)
     return torch.from_numpy(fill(name, shape, seed)).contiguous()

@@ -3,6 +3,7 @@
     clip ─ first channel, 16 kHz, pieces of 30 s ─ log mel, 100 Hz ─ conv ─ conv /2 ─ Whisper's layers ─ mean of 4 ─ nearest code
                                                                                        └ a frame sees all before it, and its block of 4 s
 
+transformers' Whisper is not used: its convolutions also read what comes later, and these read the past alone.
 Source: THUDM/GLM-4-Voice at eb00ce9, speech_tokenizer/modeling_whisper.py and utils.py.
 """
 

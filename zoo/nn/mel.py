@@ -1,14 +1,8 @@
 """Log mel spectrograms."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-LINEAR_HZ = 1000.0  # the mel scale is linear below and logarithmic above
-HZ_PER_MEL = 200 / 3
-LOG_STEP = math.log(6.4) / 27
 
 
 class LogMel(nn.Module):
@@ -43,16 +37,8 @@ class LogMel(nn.Module):
 
 def slaney_filters(rate_hz: int, fft: int, mels: int, top_hz: float | None = None) -> Tensor:
     """Return the filters [mels, fft / 2 + 1] float64: triangles of equal area between 0 Hz and top_hz
-    (default: half the rate), evenly spaced in mel.
-    Source: M. Slaney, Auditory Toolbox (1998); librosa.filters.mel computes the same."""
-    top = LINEAR_HZ / HZ_PER_MEL + math.log((top_hz or rate_hz / 2) / LINEAR_HZ) / LOG_STEP
-    mel = torch.linspace(0, top, mels + 2, dtype=torch.float64)
-    edges = torch.where(
-        mel < LINEAR_HZ / HZ_PER_MEL,
-        mel * HZ_PER_MEL,
-        LINEAR_HZ * ((mel - LINEAR_HZ / HZ_PER_MEL) * LOG_STEP).exp(),
-    )
-    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]  # [mels, 1] each, in Hz
-    hz = torch.linspace(0, rate_hz / 2, fft // 2 + 1, dtype=torch.float64)
-    triangles = torch.minimum((hz - low) / (middle - low), (high - hz) / (high - middle)).clamp(min=0)
-    return triangles * 2 / (high - low)
+    (default: half the rate), evenly spaced in Slaney's mel."""
+    from transformers.audio_utils import mel_filter_bank
+
+    bank = mel_filter_bank(fft // 2 + 1, mels, 0, top_hz or rate_hz / 2, rate_hz, "slaney", "slaney")
+    return torch.from_numpy(bank).T.contiguous()

@@ -34,7 +34,7 @@ from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.config import CONTROL_IDS, Config, Defaults
 from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, NOTHING, SPEAKER, PromptWriter, Script
-from zoo.qwen3_tts.speaker import SpeakerEncoder
+from zoo.qwen3_tts.speaker import PACKAGES, SpeakerEncoder
 from zoo.qwen3_tts.strategy import STRATEGY
 from zoo.request import Request, RequestError, Share
 
@@ -126,7 +126,7 @@ class Qwen3TTS(Family[Qwen3State]):
         self.config, self.defaults, self.spec, self.strategy = config, defaults, spec, STRATEGY
         self.talker, self.codec = talker, codec
         self.writer = writer
-        self.encoder_packages = () if codec.encoder is None else mimi_encoder.PACKAGES
+        self.encoder_packages = () if codec.encoder is None else mimi_encoder.PACKAGES + PACKAGES
         head = talker.codec_head.weight
         self.dtype, self.device = dtype_of(talker.codec_head), head.device
         never = torch.arange(config.vocab, device=head.device) >= config.vocab - CONTROL_IDS

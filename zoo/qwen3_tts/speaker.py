@@ -1,108 +1,78 @@
 """The speaker encoder of the Base models. It turns a voice into one row that the talker reads. The network is
-ECAPA-TDNN without batch norms.
+ECAPA-TDNN without batch norms, and its modules are transformers'.
 
     mel [B, 128, T] ─ conv ─ block ─ block ─ block ─ conv over all three ─ attentive mean and deviation ─ linear ─ [B, D]
-                             └── each: conv, eight convs in a chain, conv, gate by channel, + its input
+                             └── each: conv, seven convs in a chain, conv, gate by channel, + its input
 
 The output of every convolution is as long as its input, which has reflect padding. The vector is not
 normalized.
 Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
-Qwen3TTSSpeakerEncoder.
+Qwen3TTSSpeakerEncoder; transformers 5.23, models/qwen2_5_omni.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from zoo.nn.deferred import Deferred, Shape, scratch
 from zoo.qwen3_tts.config import SpeakerConfig
 
-
-class Conv(nn.Conv1d):
-    """[B, C, T] -> [B, Cout, T]. T must exceed (kernel - 1) * dilation / 2."""
-
-    def __init__(self, channels: int, out_channels: int, kernel: int = 1, dilation: int = 1):
-        super().__init__(
-            channels, out_channels, kernel, dilation=dilation, padding="same", padding_mode="reflect"
-        )
+PACKAGES = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni",)
+PEAK_WIDTH = 9  # values per frame and channel: the pooling joins three rows, two of them copied before
 
 
-class Chain(nn.Module):
-    """A Res2Net chain: it splits the channels into equal parts. Each part is added to the previous part's
-    output and convolved, so later parts have a wider receptive field."""
-
-    def __init__(self, channels: int, parts: int, kernel: int, dilation: int):
-        super().__init__()
-        self.parts = parts
-        self.convs = nn.ModuleList(
-            Conv(channels // parts, channels // parts, kernel, dilation) for _ in range(parts - 1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, *rest = x.chunk(self.parts, 1)
-        done = [first, self.convs[0](second).relu()]
-        for conv, part in zip(self.convs[1:], rest, strict=True):
-            done.append(conv(part + done[-1]).relu())
-        return torch.cat(done, 1)
-
-
-class Block(nn.Module):
-    def __init__(self, channels: int, parts: int, gate: int, kernel: int, dilation: int):
-        super().__init__()
-        self.into = Conv(channels, channels)
-        self.chain = Chain(channels, parts, kernel, dilation)
-        self.out = Conv(channels, channels)
-        self.squeeze = Conv(channels, gate)
-        self.excite = Conv(gate, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.out(self.chain(self.into(x).relu())).relu()
-        gate = self.excite(self.squeeze(y.mean(2, keepdim=True)).relu()).sigmoid()  # [B, C, 1]
-        return x + y * gate
-
-
-class Pooling(nn.Module):
-    """Attentive statistics pooling, [B, C, T] -> [B, 2C, 1]: each channel's weighted mean and standard
-    deviation."""
-
-    def __init__(self, channels: int, attention: int):
-        super().__init__()
-        self.squeeze = Conv(3 * channels, attention)
-        self.attend = Conv(attention, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        evenly = torch.full_like(x[:, :1], 1 / x.shape[2])
-        context = torch.cat((x, *(value.expand_as(x) for value in moments(x, evenly))), 1)  # [B, 3C, T]
-        weights = self.attend(self.squeeze(context).relu().tanh()).softmax(2)
-        return torch.cat(moments(x, weights), 1)
-
-
-def moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and standard deviation over T of x [B, C, T], [B, C, 1] each."""
-    mean = (weights * x).sum(2, keepdim=True)
-    variance = (weights * (x - mean).square()).sum(2, keepdim=True)
-    return mean, variance.clamp(min=1e-12).sqrt()
-
-
-class SpeakerEncoder(nn.Module):
+class SpeakerEncoder(Deferred):
     """The whole network of the drawing above. Run it in fp32."""
 
     def __init__(self, config: SpeakerConfig):
-        super().__init__()
+        super().__init__(shapes(config))
         self.config = config
-        width, wide = config.channels[0], config.channels[-1]
-        kernel, *kernels, last_kernel = config.kernels
-        dilation, *dilations, last_dilation = config.dilations
-        self.stem = Conv(config.mels, width, kernel, dilation)
-        self.blocks = nn.ModuleList(
-            Block(width, config.parts, config.gate, k, d) for k, d in zip(kernels, dilations, strict=True)
+
+    def build(self) -> nn.Module:
+        from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
+        from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
+
+        config = self.config
+        return ECAPA_TimeDelayNet(
+            Qwen2_5OmniDiTConfig(
+                mel_dim=config.mels,
+                enc_dim=config.width,
+                enc_channels=list(config.channels),
+                enc_kernel_sizes=list(config.kernels),
+                enc_dilations=list(config.dilations),
+                enc_attention_channels=config.attention,
+                enc_res2net_scale=config.parts,
+                enc_se_channels=config.gate,
+            )
         )
-        self.join = Conv(wide, wide, last_kernel, last_dilation)
-        self.pooling = Pooling(wide, config.attention)
-        self.out = Conv(2 * wide, config.width)
 
     def forward(self, mel: Tensor) -> Tensor:
         """mel [B, M, T] -> speaker vectors [B, D]. T must be at least `config.min_frames`."""
-        x = self.stem(mel).relu()
-        seen = [x := block(x) for block in self.blocks]
-        return self.out(self.pooling(self.join(torch.cat(seen, 1)).relu()))[:, :, 0]
+        if mel.is_meta:
+            scratch(PEAK_WIDTH * self.config.channels[-1] * len(mel) * mel.shape[2], mel)
+            return mel.new_empty(len(mel), self.config.width)
+        return self.module(mel.mT)
+
+
+def shapes(config: SpeakerConfig) -> dict[str, Shape]:
+    """Return the shapes of the encoder's tensors, by their published names, which are transformers'."""
+    channels, wide, gate = config.channels[0], config.channels[-1], config.gate
+    first_kernel, *kernels, last_kernel = config.kernels
+    convs: dict[str, Shape] = {"blocks.0.conv": (channels, config.mels, first_kernel)}
+    for i, kernel in enumerate(kernels, 1):
+        part = channels // config.parts
+        convs |= {f"blocks.{i}.tdnn{n}.conv": (channels, channels, 1) for n in (1, 2)}
+        convs |= {
+            f"blocks.{i}.res2net_block.blocks.{k}.conv": (part, part, kernel) for k in range(config.parts - 1)
+        }
+        convs[f"blocks.{i}.se_block.conv1"] = (gate, channels, 1)
+        convs[f"blocks.{i}.se_block.conv2"] = (channels, gate, 1)
+    convs["mfa.conv"] = (wide, wide, last_kernel)
+    convs["asp.tdnn.conv"] = (config.attention, 3 * wide, 1)
+    convs["asp.conv"] = (wide, config.attention, 1)
+    convs["fc"] = (config.width, 2 * wide, 1)
+    return {
+        f"{name}.{leaf}": shape if leaf == "weight" else shape[:1]
+        for name, shape in convs.items()
+        for leaf in ("weight", "bias")
+    }

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from zoo.checkpoint.names import decoder_block, gate_up
 from zoo.nn.mimi import layer_names
 from zoo.nn.mimi_encoder import encoder_names
+from zoo.qwen3_tts.speaker import shapes
 
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig
-    from zoo.qwen3_tts.config import Config, SpeakerConfig
+    from zoo.qwen3_tts.config import Config
     from zoo.qwen3_tts.encoder import EncoderConfig
 
 
@@ -38,31 +39,8 @@ def root(config: Config) -> dict[str, str]:
         theirs, ours = f"talker.code_predictor.model.layers.{i}", f"depth.layers.{i}"
         names |= decoder_block(theirs, ours, has_qk_norm=True)
     if config.speaker is not None:
-        names |= _speaker(config.speaker)
+        names |= {f"speaker_encoder.{name}": f"speaker.{name}" for name in shapes(config.speaker)}
     return names
-
-
-def _speaker(config: SpeakerConfig) -> dict[str, str]:
-    pairs = {
-        "blocks.0.conv": "stem",
-        "mfa.conv": "join",
-        "asp.tdnn.conv": "pooling.squeeze",
-        "asp.conv": "pooling.attend",
-        "fc": "out",
-    }
-    for i in range(len(config.channels) - 2):
-        theirs, ours = f"blocks.{i + 1}", f"blocks.{i}"
-        pairs |= {f"{theirs}.tdnn1.conv": f"{ours}.into", f"{theirs}.tdnn2.conv": f"{ours}.out"}
-        pairs |= {f"{theirs}.se_block.conv1": f"{ours}.squeeze", f"{theirs}.se_block.conv2": f"{ours}.excite"}
-        pairs |= {
-            f"{theirs}.res2net_block.blocks.{k}.conv": f"{ours}.chain.convs.{k}"
-            for k in range(config.parts - 1)
-        }
-    return {
-        f"speaker_encoder.{a}.{leaf}": f"speaker.{b}.{leaf}"
-        for a, b in pairs.items()
-        for leaf in ("weight", "bias")
-    }
 
 
 def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:

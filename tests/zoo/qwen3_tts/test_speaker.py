@@ -8,12 +8,11 @@ import math
 import pytest
 import torch
 from models import family
-from torch.nn import functional as F
 
 from zoo.checkpoint.config import ConfigBlock
 from zoo.nn.mel import LogMel, slaney_filters
 from zoo.qwen3_tts.config import SPEAKER, SpeakerConfig
-from zoo.qwen3_tts.speaker import Chain, Pooling, SpeakerEncoder
+from zoo.qwen3_tts.speaker import SpeakerEncoder
 
 BASE = family("qwen3_tts", size="tiny-base")
 ENCODER = BASE.talker.speaker
@@ -65,31 +64,6 @@ def test_the_fewest_mel_frames_are_enough():
     assert least == 5 and ENCODER(torch.randn(2, 128, least)).shape == (2, 32)
     with pytest.raises(RuntimeError, match="Padding size should be less"):
         ENCODER(torch.randn(1, 128, least - 1))
-
-
-def test_each_part_of_a_chain_reads_the_previous_part():
-    chain = Chain(16, 8, kernel=3, dilation=2).requires_grad_(False)
-    x = torch.randn(1, 16, 20)
-    parts = list(chain(x).chunk(8, 1))
-    given = list(x.chunk(8, 1))
-    assert torch.equal(parts[0], given[0])
-    for k in range(1, 8):
-        heard = given[k] + parts[k - 1] if k > 1 else given[k]
-        conv = chain.convs[k - 1]
-        expected = F.conv1d(F.pad(heard, (2, 2), mode="reflect"), conv.weight, conv.bias, dilation=2).relu()
-        torch.testing.assert_close(parts[k], expected, rtol=0, atol=1e-6)
-
-
-def test_pooling_weights_frames_per_channel():
-    pooling = Pooling(6, 4).requires_grad_(False)
-    x = torch.randn(2, 6, 30)
-    mean, deviation = x.mean(2, keepdim=True), x.var(2, keepdim=True, correction=0).sqrt()
-    seen = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), 1)
-    weights = torch.softmax(pooling.attend(torch.tanh(torch.relu(pooling.squeeze(seen)))), 2)
-    mean = (weights * x).sum(2, keepdim=True)
-    deviation = (weights * x**2).sum(2, keepdim=True).sub(mean**2).sqrt()
-    torch.testing.assert_close(pooling(x), torch.cat((mean, deviation), 1), rtol=0, atol=1e-5)
-    assert torch.isfinite(pooling(torch.ones(1, 6, 30))).all()
 
 
 def test_rows_of_a_batch_are_independent():

@@ -47,17 +47,11 @@ class Fbank(nn.Module):
 
 def kaldi_filters() -> Tensor:
     """Return filters [FILTERS, FFT / 2 + 1] in float64: triangles, evenly spaced and linear in mel."""
+    from transformers.audio_utils import mel_filter_bank
 
-    def mel(hz: Tensor) -> Tensor:
-        return 1127 * (1 + hz / 700).log()
-
-    low, high = mel(torch.tensor([LOW_HZ, RATE_HZ / 2], dtype=torch.float64)).tolist()
-    edges = torch.linspace(low, high, FILTERS + 2, dtype=torch.float64)
-    left, middle, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
-    at = mel(torch.arange(FFT // 2 + 1, dtype=torch.float64) * RATE_HZ / FFT)
-    triangles = torch.minimum((at - left) / (middle - left), (right - at) / (right - middle)).clamp(min=0)
-    triangles[:, -1] = 0  # Kaldi omits the Nyquist bin
-    return triangles
+    size = FFT // 2 + 1, FILTERS
+    bank = mel_filter_bank(*size, LOW_HZ, RATE_HZ / 2, RATE_HZ, None, "kaldi", True)
+    return torch.from_numpy(bank).T.contiguous()
 
 
 class Norm(nn.Module):
