@@ -171,6 +171,8 @@ inline void product(const float* a, int64_t stride_a, const float* b, int64_t st
 inline Vector larger(Vector a, Vector b) {
 #if defined(__AVX512F__)
     return _mm512_max_ps(a, b);
+#elif defined(__FMA__)
+    return _mm256_max_ps(a, b);
 #else
     return a > b ? a : b;
 #endif
@@ -312,178 +314,6 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
     }
 }
 
-// sin^2(y). Subtracting k * pi in three parts loses no precision; the series is accurate for the remainder, at most pi / 2.
-inline float sine_squared(float y) {
-    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
-    const float k = (y * 0.318309886f + rounder) - rounder;
-    float r = ((y - k * 3.140625f) - k * 9.67502593994140625e-4f) - k * 1.509957990978376432e-7f;
-    r = std::min(std::max(r, -1.6f), 1.6f);  // beyond a million, y has too few bits for a phase
-    const float s = r * r;
-    const float sine = r + r * s * (-1 / 6.0f + s * (1 / 120.0f + s * (-1 / 5040.0f + s * (1 / 362880.0f - s / 39916800.0f))));
-    return sine * sine;
-}
-
-// out[i] = x[i] + gain[i] sin^2(frequency[i] x[i])
-inline void snake_row(const float* x, const float* frequency, const float* gain, float* out, int64_t n) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) out[i] = x[i] + gain[i] * sine_squared(frequency[i] * x[i]);
-}
-
-// A fast FIR filter (Mou and Duhamel 1991), nested once: nine short filters of sums of a signal's four phases, instead of sixteen filters.
-// With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
-//     y[2q] = C[q] - P[q] - Q[q]      y[2q + 1] = P[q] + Q[q + 1]
-// P, Q and C are computed the same way. READS: the input of each of the nine, as an index into: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
-constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // even, odd and sum of P, then of Q, then of C
-constexpr int COLUMNS = 64;  // per block of the weights
-
-// Multiply a (`num` rows of n numbers) by the first `columns` of a block of weights b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
-inline void product_of_rows(const float* a, int64_t num, int64_t stride, const float* b, int64_t n, float* c, int64_t columns) {
-    for (int64_t row = 0; row < num; row += ROWS)
-        for (int64_t j = 0; j < columns; j += WIDTH)
-            if (columns - j > WIDTH / 2) product<Floats>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
-            else product<Floats, VECTORS / 2>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
-}
-
-// The part of a residual unit after its first convolution, row by row: a snake and a product. w [D / COLUMNS, D, COLUMNS], padded with zeros.
-struct Pointwise {
-    const float *w, *bias, *frequency, *gain;
-};
-
-// Convolve the snake of x's rows, which is zero where the mask is false; then apply `then` and add the residual, if given. `past` stands before the
-// snake of x, unchanged.
-// past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], padded with zeros; mask [B, length of
-// past and x]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
-void convolve_snake(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
-                    Pointwise then, const float* residual, float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps,
-                    int64_t dilation, int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
-    static_assert(COLUMNS % WIDTH == 0);
-    const auto phase = [&](int64_t i) { return (taps - i + 3) / 4; };  // taps i, i + 4, ...
-    const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
-    int64_t num_taps = 0;
-    for (int64_t length : lengths) num_taps += length;
-    // Rows of a tile, in quarters: its input stays in a core's cache, weights are read once per tile, and all threads have work.
-    const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
-    const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
-    const int64_t tiles = std::max((longest + limit - 1) / limit, wanted);
-    const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), most = rounded_up(each / 4 + 1, ROWS);
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t room = (most + phase(0)) * C;
-        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS), rows_between(then.w ? rounded_up(each, ROWS) * D : 0);
-        float* between = rows_between.data();
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < B * dilation * tiles; item++) {
-            // rows first, first + dilation, ... of a stream are a signal without dilation
-            const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
-            const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
-            if (rows <= 0) continue;
-            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // set by the number of rows; some of it cancels out, except for rounding
-            for (int64_t i = 0; i < 4 * quarters; i++) {
-                float* to = &signals[i % 4 * room + i / 4 * C];
-                const int64_t at = first + i * dilation;
-                if (i >= read || at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
-                else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
-                else snake_row(x + b * x_step + (at - P) * C, frequency, gain, to, C);
-            }
-            float* x0 = signals.data();
-            float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
-#pragma omp simd
-            for (int64_t i = 0; i < quarters * C; i++) {
-                x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
-                all[i] = x01[i] + x23[i];
-            }
-            const auto place = [&](int64_t r) { return (b * M + first + r * dilation) * D; };
-            const auto added = [&](int64_t r) { return residual ? residual + b * residual_step + (first + r * dilation) * D : nullptr; };
-            for (int64_t d = 0; d < D; d += COLUMNS) {
-                const float* weights = w + d * num_taps * C;
-                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
-                for (int k = 0; k < NINE; k++) {
-                    product_of_rows(x0 + READS[k] * room, num, C, weights, lengths[k] * C, &sums[k * part], columns);
-                    weights += lengths[k] * C * COLUMNS;
-                }
-                for (int64_t q = 0; 4 * q < rows; q++) {
-                    const float* s = &sums[q * COLUMNS];
-                    float y[4][COLUMNS];
-#pragma omp simd
-                    for (int64_t j = 0; j < columns; j++) {
-                        const float *at = s + j, *next = at + COLUMNS;
-                        const float p0 = at[2 * part] - at[0] - at[part], p1 = at[0] + next[part];
-                        const float q0 = at[5 * part] - at[3 * part] - at[4 * part], q1 = at[3 * part] + next[4 * part];
-                        const float q2 = next[5 * part] - next[3 * part] - next[4 * part];
-                        const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
-                        y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
-                    }
-                    for (int64_t r = 4 * q; r < std::min<int64_t>(4 * q + 4, rows); r++) {
-                        float* to = (then.w ? between + r * D : out + place(r)) + d;
-                        const float* more = then.w || !residual ? nullptr : added(r) + d;
-                        for (int64_t j = 0; j < columns; j++) to[j] = y[r % 4][j] + bias[d + j] + (more ? more[j] : 0);
-                    }
-                }
-            }
-            if (!then.w) continue;
-            for (int64_t r = 0; r < rows; r++) snake_row(between + r * D, then.frequency, then.gain, between + r * D, D);
-            for (int64_t d = 0; d < D; d += COLUMNS) {
-                const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
-                product_of_rows(between, rows, D, then.w + d * D, D, sums.data(), columns);
-                for (int64_t r = 0; r < rows; r++) {
-                    float* to = out + place(r) + d;
-                    const float *sum = &sums[r * COLUMNS], *more = residual ? added(r) + d : nullptr;
-                    for (int64_t j = 0; j < columns; j++) to[j] = sum[j] + then.bias[d + j] + (more ? more[j] : 0);
-                }
-            }
-        }
-    }
-}
-
-// A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged.
-// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]. The steps of past and x are their strides between streams.
-void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, Pointwise then,
-                    float* out, int64_t B, int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
-    const int64_t P = (taps - 1) * dilation;
-    const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, N / (4 * ROWS));
-    const int64_t tiles = std::max((N + limit - 1) / limit, wanted), each = rounded_up((N + tiles - 1) / tiles, ROWS);
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> signal((each + P) * C), between(each * C), sums(each * COLUMNS);
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < B * tiles; item++) {
-            const int64_t b = item / tiles, first = item % tiles * each, rows = std::min(each, N - first);
-            if (rows <= 0) continue;
-            const float* own = x + b * x_step;
-            for (int64_t i = 0; i < rows + P; i++) {
-                const int64_t at = first + i - P;
-                const float* from = at < 0 ? past + b * past_step + (at + P) * C : own + at * C;
-                if (at < 0) std::copy(from, from + C, &signal[i * C]);
-                else snake_row(from, frequency, gain, &signal[i * C], C);
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                const float* s = &signal[r * C];
-                float* y = &between[r * C];
-                int64_t c = 0;
-                for (; c + LANES <= C; c += LANES) {
-                    Vector sum = load(bias + c);
-                    for (int64_t k = 0; k < taps; k++) sum = multiply_add(sum, load(s + k * dilation * C + c), load(w + k * C + c));
-                    store(y + c, sum);
-                }
-                for (; c < C; c++) {
-                    y[c] = bias[c];
-                    for (int64_t k = 0; k < taps; k++) y[c] += s[k * dilation * C + c] * w[k * C + c];
-                }
-                snake_row(y, then.frequency, then.gain, y, C);
-            }
-            for (int64_t d = 0; d < C; d += COLUMNS) {
-                const int64_t columns = std::min<int64_t>(COLUMNS, C - d);
-                product_of_rows(between.data(), rows, C, then.w + d * C, C, sums.data(), columns);
-                for (int64_t r = 0; r < rows; r++) {
-                    const float *sum = &sums[r * COLUMNS], *more = own + (first + r) * C + d;
-                    float* to = out + (b * N + first + r) * C + d;
-                    for (int64_t j = 0; j < columns; j++) to[j] = sum[j] + then.bias[d + j] + more[j];
-                }
-            }
-        }
-    }
-}
-
 // mish(layer norm of a row), plus `shift` if given. x and out [N, C]; weight, bias and shift [C].
 template <typename T>
 void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
@@ -533,38 +363,6 @@ void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat1
                              const int64_t* index, const bool* mask, bfloat16* out, int64_t B, int64_t L, int64_t Q, int64_t held,
                              int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
     attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, stride, scale, threads);
-}
-
-// x and out [B, N, C], frequency and gain [C].
-void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
-    for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
-}
-
-// See convolve_snake.
-void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
-                            const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
-                            float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
-                            int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
-    convolve_snake(past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps, dilation, past_step,
-                   x_step, mask_step, residual_step, threads);
-}
-
-// See depthwise_unit.
-void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
-                            const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
-                            int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
-    depthwise_unit(past, x, w, bias, frequency, gain, {w2, bias2, frequency2, gain2}, out, B, N, C, taps, dilation, past_step, x_step, threads);
-}
-
-// x and out [B, C, N], frequency and gain [C].
-void snake(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
-    for (int64_t row = 0; row < B * C; row++) {
-        const float f = frequency[row % C], g = gain[row % C];
-#pragma omp simd
-        for (int64_t i = row * N; i < (row + 1) * N; i++) out[i] = x[i] + g * sine_squared(f * x[i]);
-    }
 }
 
 void norm_mish_float32(const float* x, const float* weight, const float* bias, const float* shift, float* out, int64_t N, int64_t C, float eps,

@@ -4,9 +4,9 @@ units, before upsamplings, and at the end of a codec's decoder, and take most of
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
 
-The kernel applies short filters to sums of the signal (kernels_render.cpp). They have more values than the
-weight: 17 for 7 taps, 6 for 2. `is_faster` decides when they are worth it. The layer's state is the same
-either way.
+The kernel convolves tap by tap, or by nine short filters of sums of the signal (kernels_snake.cpp), which have
+more values than the weight: 17 for 7 taps. `is_faster` decides when they are worth it. The layer's state is
+the same either way.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zoo import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, strides_apart, upsampling_taps
 from zoo.nn.snake import Snake, SnakeBeta
 
-# The fewest rows (positions of a signal, per phase of a dilated convolution) for which the kernel is faster;
-# it computes at least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters, more
-# than twice as large, takes longest. Above MOST_BYTES that always takes too long.
+# The fewest rows (positions of a signal, per phase of a dilated convolution) for which short filters are
+# faster; they compute at least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters,
+# more than twice as large, takes longest. Above MOST_BYTES that always takes too long.
 LEAST_ROWS, LEAST_ROWS_OF_LARGE = 8, 16
 LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
 
 
-class ShortFilters:
+class SnakeFilters:
     """Mixin for a convolution after a snake: its weight as the kernels read it."""
 
     weight: nn.Parameter  # [Cout, C / groups, kernel]
@@ -37,12 +37,9 @@ class ShortFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        """The short filters; for a convolution that is 1 wide, blocks of columns; for a depthwise one,
-        [kernel, C]."""
+        """What `convolve_snake` reads; for a depthwise convolution, [kernel, C]."""
         weight = self.weight.detach()
-        if self.groups > 1:
-            return weight[:, 0].T.contiguous()
-        return kernels.nine_filters(weight) if weight.shape[2] > 1 else kernels.columns(weight[:, :, 0])
+        return kernels.convolution_filters(weight) if self.groups == 1 else weight[:, 0].T.contiguous()
 
 
 class UpsamplingFilters:
@@ -54,7 +51,7 @@ class UpsamplingFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        return kernels.nine_filters(upsampling_taps(self.weight, self.weight.shape[2] // 2))
+        return kernels.convolution_filters(upsampling_taps(self.weight, self.weight.shape[2] // 2))
 
     @cached_property
     def biases(self) -> Tensor:
@@ -63,7 +60,7 @@ class UpsamplingFilters:
         return self.bias.detach().repeat(self.weight.shape[2] // 2)
 
 
-class SnakeConv1d(CausalConv1d, ShortFilters):
+class SnakeConv1d(CausalConv1d, SnakeFilters):
     """A causal convolution after a snake."""
 
 
@@ -74,7 +71,7 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 def prepare(model: nn.Module) -> int:
     """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the
     bytes."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ShortFilters | UpsamplingFilters)]
+    layers = [layer for layer in model.modules() if isinstance(layer, SnakeFilters | UpsamplingFilters)]
     return sum(layer.filters.nbytes for layer in layers if has_filters(layer))
 
 
@@ -129,25 +126,25 @@ def upsample_snake(
     )
 
 
-def pointwise(snake: Snake | SnakeBeta, conv: ShortFilters) -> kernels.Pointwise:
+def pointwise(snake: Snake | SnakeBeta, conv: SnakeFilters) -> kernels.Pointwise:
     """Return a snake and a convolution that is 1 wide, as the kernels take them."""
     return kernels.Pointwise(conv.filters, conv.bias, *snake.wave)
 
 
-def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int = 1) -> bool:
+def is_faster(x: Tensor, conv: SnakeFilters | UpsamplingFilters, dilation: int = 1) -> bool:
     """Return whether a CPU kernel supports x [B, C, N] and the convolution, and is faster than torch."""
-    if not is_float(x, conv):
+    if not is_float(x, conv) or not has_filters(conv):
         return False
     least = LEAST_ROWS if conv.weight.nbytes <= LARGE_BYTES else LEAST_ROWS_OF_LARGE
-    return has_filters(conv) and x.shape[2] >= least * dilation
+    return not kernels.is_nine(conv.filters) or x.shape[2] >= least * dilation
 
 
-def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:
+def is_float(x: Tensor, conv: SnakeFilters | UpsamplingFilters) -> bool:
     """Return whether to use CPU kernels for x and the convolution, which must be float32."""
     return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
 
 
-def has_filters(conv: ShortFilters | UpsamplingFilters) -> bool:
+def has_filters(conv: SnakeFilters | UpsamplingFilters) -> bool:
     """Return whether the kernels can be used for a convolution's weight at all."""
     return conv.weight.dtype == torch.float32 and conv.weight.nbytes <= MOST_BYTES
 

@@ -72,13 +72,14 @@ def test_snake_of_huge_values_stays_within_its_gain():
     assert snake(torch.full((1, 1, 20), torch.nan), torch.ones(1, 1), torch.ones(1, 1)).isnan().all()
 
 
+@pytest.mark.parametrize("layout", [kernels.panels, kernels.nine_filters])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dilation", [1, 3])
 @pytest.mark.parametrize("taps", range(1, 14))
 # several tiles, less than one tile, and incomplete blocks of outputs
 @pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
 def test_a_snake_and_its_convolution_equal_torch(
-    channels, out_channels, num, taps, dilation, threads, monkeypatch
+    channels, out_channels, num, taps, dilation, threads, layout, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(taps)
@@ -91,7 +92,7 @@ def test_a_snake_and_its_convolution_equal_torch(
     bias = torch.randn(out_channels, generator=generator)
     frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
     mask = (torch.rand(2, num + reach + 2, generator=generator) < 0.8)[:, 1:-1]
-    filters, residual = kernels.nine_filters(weight), more[:, :, 3:-3]
+    filters, residual = layout(weight), more[:, :, 3:-3]
 
     def ours(x, mask, residual):
         return kernels.convolve_snake(x, (frequency, gain), filters, bias, taps, dilation, mask, residual)

@@ -1,0 +1,307 @@
+// Snakes and the convolutions behind them on a CPU. It is compiled after kernels_render.cpp, as part of one source.
+
+namespace {
+
+constexpr int COLUMNS = 64;  // the outputs of a weight are padded with zeros to a multiple of it
+constexpr int PANEL = 16;  // outputs whose weights lie together
+static_assert(COLUMNS % WIDTH == 0 && PANEL % LANES == 0);
+
+// x + gain sin^2(frequency x). Subtracting k * pi in three parts loses no precision; the series is accurate for the remainder, at most pi / 2.
+inline Vector snake_of(Vector x, Vector frequency, Vector gain) {
+    const Vector rounder = spread(12582912.0f), y = frequency * x;  // 1.5 * 2^23: adding it leaves an integer
+    const Vector k = multiply_add(rounder, y, spread(0.318309886f)) - rounder;
+    Vector r = multiply_add(multiply_add(multiply_add(y, k, spread(-3.140625f)), k, spread(-9.67502593994140625e-4f)), k, spread(-1.509957990978376432e-7f));
+    r = -larger(-larger(r, spread(-1.6f)), spread(-1.6f));  // beyond a million, y has too few bits for a phase
+    const Vector s = r * r;
+    Vector series = multiply_add(spread(1 / 362880.0f), s, spread(-1 / 39916800.0f));
+    series = multiply_add(spread(-1 / 5040.0f), s, series);
+    series = multiply_add(spread(1 / 120.0f), s, series);
+    series = multiply_add(spread(-1 / 6.0f), s, series);
+    const Vector sine = multiply_add(r, r * s, series);
+    return multiply_add(x, gain, sine * sine);
+}
+
+// The snake of n numbers, each with a frequency and a gain, of which there is one if `step` is 0.
+template <int step = 1>
+inline void snake_row(const float* x, const float* frequency, const float* gain, float* out, int64_t n) {
+    const auto values = [](const float* from, int64_t i) { return step ? load(from + i) : spread(*from); };
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, snake_of(load(x + i), values(frequency, i), values(gain, i)));
+    if (i == n) return;
+    float rest[3][LANES] = {};
+    for (int64_t j = i; j < n; j++) rest[0][j - i] = x[j], rest[1][j - i] = frequency[step * j], rest[2][j - i] = gain[step * j];
+    store(rest[0], snake_of(load(rest[0]), load(rest[1]), load(rest[2])));
+    std::copy(rest[0], rest[0] + (n - i), out + i);
+}
+
+// Multiply ROWS rows, each of `taps` stretches of n numbers, `step` apart, by V vectors of columns of b [panels, taps, n, PANEL] -> c.
+template <int V>
+inline void product_of_panels(const float* a, int64_t stride, int64_t taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c) {
+    const int64_t panel = taps * n * PANEL;
+    Vector sum[ROWS][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) sum[r][j] = spread(0);
+    for (int64_t k = 0; k < taps; k++, a += step)
+        for (int64_t i = 0; i < n; i++, b += PANEL) {
+            Vector columns[V];
+#pragma GCC unroll 4
+            for (int j = 0; j < V; j++) columns[j] = load(b + j * LANES / PANEL * panel + j * LANES % PANEL);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const Vector x = spread(a[r * stride + i]);
+#pragma GCC unroll 4
+                for (int j = 0; j < V; j++) sum[r][j] = multiply_add(sum[r][j], x, columns[j]);
+            }
+        }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
+}
+
+// Multiply `num` rows by the first `columns` outputs of b -> c [num up to a multiple of ROWS, columns up to a multiple of WIDTH].
+inline void multiply_panels(const float* a, int64_t num, int64_t stride, int64_t taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c,
+                            int64_t columns) {
+    for (int64_t j = 0; j < columns; j += WIDTH)
+        for (int64_t row = 0; row < num; row += ROWS) {
+            const float *from = a + row * stride, *weights = b + j * taps * n;
+            float* to = c + row * stride_c + j;
+            if (columns - j > WIDTH / 2) product_of_panels<VECTORS>(from, stride, taps, step, weights, n, to, stride_c);
+            else product_of_panels<VECTORS / 2>(from, stride, taps, step, weights, n, to, stride_c);
+        }
+}
+
+// The part of a residual unit after its first convolution, row by row: a snake and a product. w [D / PANEL, D, PANEL].
+struct Pointwise {
+    const float *w, *bias, *frequency, *gain;
+
+    // Write the snake of rows x [num, D], multiplied, and the residual to to(r). x is changed; `room` is scratch space [num up to ROWS, COLUMNS].
+    template <typename Residual, typename To>
+    void apply(float* x, int64_t num, int64_t stride, int64_t D, const Residual& residual, const To& to, float* room) const {
+        for (int64_t r = 0; r < num; r++) snake_row(x + r * stride, frequency, gain, x + r * stride, D);
+        for (int64_t d = 0; d < D; d += COLUMNS) {
+            const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
+            multiply_panels(x, num, stride, 1, 0, w + d * D, D, room, COLUMNS, columns);
+            for (int64_t r = 0; r < num; r++) {
+                const float *sum = room + r * COLUMNS, *more = residual(r);
+                float* y = to(r) + d;
+                for (int64_t j = 0; j < columns; j++) y[j] = sum[j] + bias[d + j] + (more ? more[d + j] : 0);
+            }
+        }
+    }
+};
+
+// A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. `past` stands before
+// the snake of x, unchanged. past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; mask [B, length of past and x]; residual and out [B, M, D]. The
+// steps of past, x, mask and residual are their strides between streams.
+struct SnakeConvolution {
+    const float *past, *x, *w, *bias, *frequency, *gain;
+    const bool* mask;
+    Pointwise then;
+    const float* residual;
+    float* out;
+    int64_t B, P, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
+
+    // Write the snake of a row of past and x, or zeros behind them.
+    void read(int64_t b, int64_t at, float* to) const {
+        if (at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+        else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
+        else snake_row(x + b * x_step + (at - P) * C, frequency, gain, to, C);
+    }
+
+    float* place(int64_t b, int64_t row) const { return out + (b * M + row) * D; }
+    const float* added(int64_t b, int64_t row) const { return residual ? residual + b * residual_step + row * D : nullptr; }
+};
+
+// Convolve tap by tap. w [D / PANEL, taps, C, PANEL].
+void convolve_by_taps(const SnakeConvolution& c, int threads) {
+    const int64_t B = c.B, M = c.M, C = c.C, D = c.D, reach = (c.taps - 1) * c.dilation, wide = rounded_up(D, WIDTH);
+    // The weights are read once per tile, and its rows stay in a core's cache. Each thread gets a tile, or a part of the outputs.
+    const int64_t largest = rounded_up(std::max<int64_t>((3 << 12) / C, 96), ROWS);
+    int64_t tiles = (M + largest - 1) / largest, parts = 1;
+    const int64_t more = (threads + B * tiles - 1) / (B * tiles);
+    if (c.then.w) tiles = std::min(tiles * more, (M + ROWS - 1) / ROWS);
+    else parts = std::min(more, (D + COLUMNS - 1) / COLUMNS);
+    const int64_t each = rounded_up((M + tiles - 1) / tiles, ROWS), share = rounded_up((D + parts - 1) / parts, COLUMNS);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> signal((each + reach) * C), sums(each * wide), room(c.then.w ? each * COLUMNS : 0);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * tiles * parts; item++) {
+            const int64_t b = item / (tiles * parts), first = item / parts % tiles * each, rows = std::min(each, M - first);
+            const int64_t begin = item % parts * share, end = std::min(D, begin + share);
+            if (rows <= 0 || begin >= end) continue;
+            for (int64_t i = 0; i < rows + reach; i++) c.read(b, first + i, &signal[i * C]);
+            multiply_panels(signal.data(), rows, C, c.taps, c.dilation * C, c.w + begin * c.taps * C, C, &sums[begin], wide, end - begin);
+            for (int64_t r = 0; r < rows; r++) {
+                float *sum = &sums[r * wide], *to = c.then.w ? sum : c.place(b, first + r);
+                const float* add = c.then.w ? nullptr : c.added(b, first + r);
+                for (int64_t j = begin; j < end; j++) to[j] = sum[j] + c.bias[j] + (add ? add[j] : 0);
+            }
+            if (!c.then.w) continue;
+            const auto place = [&](int64_t r) { return c.place(b, first + r); };
+            const auto added = [&](int64_t r) { return c.added(b, first + r); };
+            c.then.apply(sums.data(), rows, wide, D, added, place, room.data());
+        }
+    }
+}
+
+// A fast FIR filter (Mou and Duhamel 1991), nested once: nine short filters of sums of a signal's four phases, instead of sixteen filters.
+// With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
+//     y[2q] = C[q] - P[q] - Q[q]      y[2q + 1] = P[q] + Q[q + 1]
+// P, Q and C are computed the same way. READS: the input of each of the nine, as an index into: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
+constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // even, odd and sum of P, then of Q, then of C
+
+// Multiply a (`num` rows of n numbers) by the first `columns` of a block of weights b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
+inline void product_of_rows(const float* a, int64_t num, int64_t stride, const float* b, int64_t n, float* c, int64_t columns) {
+    for (int64_t j = 0; j < columns; j += WIDTH)
+        for (int64_t row = 0; row < num; row += ROWS)
+            if (columns - j > WIDTH / 2) product<Floats>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
+            else product<Floats, VECTORS / 2>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
+}
+
+// Convolve by nine short filters. w [D / COLUMNS, the nine filters' taps, C, COLUMNS].
+void convolve_by_nine(const SnakeConvolution& c, int threads) {
+    const int64_t B = c.B, M = c.M, C = c.C, D = c.D, dilation = c.dilation;
+    const auto phase = [&](int64_t i) { return (c.taps - i + 3) / 4; };  // taps i, i + 4, ...
+    const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
+    int64_t num_taps = 0;
+    for (int64_t length : lengths) num_taps += length;
+    // Rows of a tile, in quarters: its input stays in a core's cache, weights are read once per tile, and all threads have work.
+    const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
+    const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
+    const int64_t tiles = std::max((longest + limit - 1) / limit, wanted);
+    const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), most = rounded_up(each / 4 + 1, ROWS);
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t room = (most + phase(0)) * C;
+        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS), rows_between(c.then.w ? rounded_up(each, ROWS) * D : 0);
+        float* between = rows_between.data();
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * dilation * tiles; item++) {
+            // rows first, first + dilation, ... of a stream are a signal without dilation
+            const int64_t b = item / (dilation * tiles), first = item % dilation + item / dilation % tiles * each * dilation;
+            const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
+            if (rows <= 0) continue;
+            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // set by the number of rows; some of it cancels out, except for rounding
+            for (int64_t i = 0; i < 4 * quarters; i++) {
+                float* to = &signals[i % 4 * room + i / 4 * C];
+                if (i < read) c.read(b, first + i * dilation, to);
+                else std::fill(to, to + C, 0.0f);
+            }
+            float* x0 = signals.data();
+            float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
+#pragma omp simd
+            for (int64_t i = 0; i < quarters * C; i++) {
+                x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
+                all[i] = x01[i] + x23[i];
+            }
+            const auto place = [&](int64_t r) { return c.place(b, first + r * dilation); };
+            const auto added = [&](int64_t r) { return c.added(b, first + r * dilation); };
+            for (int64_t d = 0; d < D; d += COLUMNS) {
+                const float* weights = c.w + d * num_taps * C;
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
+                for (int k = 0; k < NINE; k++) {
+                    product_of_rows(x0 + READS[k] * room, num, C, weights, lengths[k] * C, &sums[k * part], columns);
+                    weights += lengths[k] * C * COLUMNS;
+                }
+                for (int64_t q = 0; 4 * q < rows; q++) {
+                    const float* s = &sums[q * COLUMNS];
+                    float y[4][COLUMNS];
+#pragma omp simd
+                    for (int64_t j = 0; j < columns; j++) {
+                        const float *at = s + j, *next = at + COLUMNS;
+                        const float p0 = at[2 * part] - at[0] - at[part], p1 = at[0] + next[part];
+                        const float q0 = at[5 * part] - at[3 * part] - at[4 * part], q1 = at[3 * part] + next[4 * part];
+                        const float q2 = next[5 * part] - next[3 * part] - next[4 * part];
+                        const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
+                        y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
+                    }
+                    for (int64_t r = 4 * q; r < std::min<int64_t>(4 * q + 4, rows); r++) {
+                        float* to = (c.then.w ? between + r * D : place(r)) + d;
+                        const float* more = c.then.w ? nullptr : added(r);
+                        for (int64_t j = 0; j < columns; j++) to[j] = y[r % 4][j] + c.bias[d + j] + (more ? more[d + j] : 0);
+                    }
+                }
+            }
+            if (c.then.w) c.then.apply(between, rows, D, D, added, place, sums.data());
+        }
+    }
+}
+
+// A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged.
+// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]. The steps of past and x are their strides between streams.
+void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, Pointwise then,
+                    float* out, int64_t B, int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
+    const int64_t P = (taps - 1) * dilation;
+    const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, N / (4 * ROWS));
+    const int64_t tiles = std::max((N + limit - 1) / limit, wanted), each = rounded_up((N + tiles - 1) / tiles, ROWS);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> signal((each + P) * C), between(each * C), sums(each * COLUMNS);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * tiles; item++) {
+            const int64_t b = item / tiles, first = item % tiles * each, rows = std::min(each, N - first);
+            if (rows <= 0) continue;
+            const float* own = x + b * x_step;
+            for (int64_t i = 0; i < rows + P; i++) {
+                const int64_t at = first + i - P;
+                const float* from = at < 0 ? past + b * past_step + (at + P) * C : own + at * C;
+                if (at < 0) std::copy(from, from + C, &signal[i * C]);
+                else snake_row(from, frequency, gain, &signal[i * C], C);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                const float* s = &signal[r * C];
+                float* y = &between[r * C];
+                int64_t c = 0;
+                for (; c + LANES <= C; c += LANES) {
+                    Vector sum = load(bias + c);
+                    for (int64_t k = 0; k < taps; k++) sum = multiply_add(sum, load(s + k * dilation * C + c), load(w + k * C + c));
+                    store(y + c, sum);
+                }
+                for (; c < C; c++) {
+                    y[c] = bias[c];
+                    for (int64_t k = 0; k < taps; k++) y[c] += s[k * dilation * C + c] * w[k * C + c];
+                }
+            }
+            const auto place = [&](int64_t r) { return out + (b * N + first + r) * C; };
+            const auto added = [&](int64_t r) { return own + (first + r) * C; };
+            then.apply(between.data(), rows, C, C, added, place, sums.data());
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// x and out [B, N, C], frequency and gain [C].
+void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
+    for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
+}
+
+// See SnakeConvolution. `nine` says how the weights are laid out.
+void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+                            const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
+                            float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
+                            int64_t x_step, int64_t mask_step, int64_t residual_step, bool nine, int threads) {
+    (nine ? convolve_by_nine : convolve_by_taps)({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps,
+                                                  dilation, past_step, x_step, mask_step, residual_step}, threads);
+}
+
+// See depthwise_unit.
+void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+                            const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
+                            int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
+    depthwise_unit(past, x, w, bias, frequency, gain, {w2, bias2, frequency2, gain2}, out, B, N, C, taps, dilation, past_step, x_step, threads);
+}
+
+// x and out [B, C, N], frequency and gain [C].
+void snake(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
+    for (int64_t row = 0; row < B * C; row++) snake_row<0>(x + row * N, frequency + row % C, gain + row % C, out + row * N, N);
+}
+}
