@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +58,18 @@ def bench_command(family: str, place: Path, frames: int) -> list[str]:
 
 def measured(family: str, command: list[str], limit_s: float) -> str:
     """Run a command and return its rows of the table, or one that says why there are none."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return f"| {family} | took longer than {limit_s:g} s | | | | |"
-    if done.returncode:
-        return f"| {family} | {done.stderr.strip().splitlines()[-1]} | | | | |"
-    return "\n".join(rows(json.loads(done.stdout)))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as running:
+        try:
+            told, complaint = running.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return f"| {family} | took longer than {limit_s:g} s | | | | |"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # the reference runs in a process of its own
+    if running.returncode:
+        return f"| {family} | {complaint.strip().splitlines()[-1]} | | | | |"
+    return "\n".join(rows(json.loads(told)))
 
 
 def rows(result: dict[str, Any]) -> Iterator[str]:

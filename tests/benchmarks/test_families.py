@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,14 @@ def test_a_checkpoint_is_written_once(tmp_path, monkeypatch):
 )
 def test_a_family_that_fails_says_why_and_the_others_go_on(code, why):
     assert why in measured("csm", [sys.executable, "-c", code], 0.5 if "sleep" in code else 20)
+
+
+def test_what_took_too_long_leaves_no_process(tmp_path):
+    """A reference is a child of the command that is ended."""
+    child = f"import time, os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert "took longer" in measured("csm", [sys.executable, "-c", code], 3)
+    state, end_s = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 20
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < end_s, "it still runs"
+        time.sleep(0.02)

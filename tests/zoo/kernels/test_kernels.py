@@ -75,7 +75,7 @@ def test_snake_of_huge_values_stays_within_its_gain():
 @pytest.mark.parametrize("layout", [kernels.panels, kernels.nine_filters])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dilation", [1, 3])
-@pytest.mark.parametrize("taps", range(1, 14))
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 6, 7, 11])
 # several tiles, less than one tile, and incomplete blocks of outputs
 @pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
 def test_a_snake_and_its_convolution_equal_torch(
