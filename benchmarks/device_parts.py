@@ -203,6 +203,6 @@ def guarded() -> Iterator[Any]:
 
 
 def tell(process: subprocess.Popen[str], signal_number: int) -> None:
-    """Send a signal to a part and to the compilers that it started."""
+    """Send a signal to a process in a session of its own, and to all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal_number)

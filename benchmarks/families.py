@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import zoo
+from benchmarks.device_parts import tell
 
 POLICY = {"cosyvoice2": "throughput"}  # whole renders, as its reference does
 HEADER = "| family | streams | audio-s/s | reference | ratio | of the floor |\n|---|---|---|---|---|---|"
@@ -65,8 +64,7 @@ def measured(family: str, command: list[str], limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             return f"| {family} | took longer than {limit_s:g} s | | | | |"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)  # the reference runs in a process of its own
+            tell(running, signal.SIGKILL)  # and the reference, which runs in a process of its own
     if running.returncode:
         return f"| {family} | {complaint.strip().splitlines()[-1]} | | | | |"
     return "\n".join(rows(json.loads(told)))
