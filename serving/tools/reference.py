@@ -39,16 +39,17 @@ def run(family: str, python: str, order: dict[str, Any]) -> dict[str, Any]:
     # -P keeps the script's folder off the import path; its modules have names that would shadow others.
     command = [python, "-P", str(path), json.dumps(order)]
     try:
-        ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=env, text=True)
+        ran = subprocess.run(command, capture_output=True, check=True, env=env, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"the reference of {family} failed with {python}: {_why(error)}") from None
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 def _why(error: OSError | subprocess.CalledProcessError) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"exit status {error.returncode}"
-    return str(error.strerror)
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    told = error.stderr.strip().splitlines()
+    return told[-1] if told else f"exit status {error.returncode}"
 
 
 def fields(request: Request, place: Path, name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from zoo.nn.narrow import dtype_of
 
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
+SEVERAL, FRAMES = 2, 64  # streams and outputs of a typical convolution
 
 
 def has_16_bits(weight: Tensor) -> bool:
@@ -137,7 +138,10 @@ def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
 def packed_convolution(weight: Tensor) -> Tensor:
     """Return an opaque copy of a convolution's weight [out, C, taps], as `convolve` reads it."""
     image = weight.detach()[:, :, None].contiguous(memory_format=torch.channels_last)
-    return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, None)
+    # oneDNN lays the weight out for signals of this shape. With AVX2, signals of several streams need another
+    # layout than one stream alone, and a weight in the wrong one is laid out anew in every call.
+    like = [SEVERAL, weight.shape[1], 1, FRAMES + weight.shape[2] - 1]
+    return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, like)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -154,16 +154,16 @@ class Model:
 
     @torch.inference_mode()
     def generate(
-        self, prompt: Prompt, frames: int, scale: float, streams: int = 1, **how: float
+        self, prompt: Prompt, frames: int, scale: float, more: int = MORE, **how: float
     ) -> tuple[torch.Tensor, bool]:
-        """Return the codes of the first stream [F, 9] and whether the model ended them."""
-        before = None if prompt.codes is None else prompt.codes.T[None].repeat(streams, 1, 1)
+        """Return codes [F, 9] and whether the model ended them. more: columns made behind the last frame."""
+        before = None if prompt.codes is None else prompt.codes.T[None]
         codes = self.model.generate(
-            prompt.prefix.repeat_interleave(streams, 0),
+            prompt.prefix,
             before,
-            frames + MORE,
+            frames + more,
             scale,
-            streams,
+            1,
             how or {"temperature": 0.0},
             progress_bar=False,
             disable_torch_compile=True,
@@ -229,15 +229,16 @@ def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
 
 
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    """The end is never drawn, since the length of a benchmark is fixed. All streams are decoded."""
+    """Streams run one after the other, because the reference cannot begin a batch with guidance. The end is
+    never drawn, since the length of a benchmark is fixed; so garbled columns do not matter, and none are
+    added."""
     model.is_endless, prompt = True, model.prompt(request)
-    model.generate(prompt, 2, 2.0, streams, min_p=0.1)
+    model.generate(prompt, 2, 2.0, more=0, min_p=0.1)
     began_s, frames = time.perf_counter(), 0
-    for _ in range(rounds):
-        codes, _ = model.generate(prompt, request["max_frames"], 2.0, streams, min_p=0.1)
-        for _ in range(streams):
-            model.decode(codes, None)
-        frames += streams * len(codes)
+    for _ in range(rounds * streams):
+        codes, _ = model.generate(prompt, request["max_frames"], 2.0, more=0, min_p=0.1)
+        model.decode(codes, None)
+        frames += len(codes)
     return speed(streams, time.perf_counter() - began_s, frames * FRAME_SAMPLES / RATE_HZ)
 
 

@@ -61,6 +61,14 @@ def test_a_reference_that_cannot_run_is_a_clear_error(family, python, line):
         reference.run(family, python, {})
 
 
+def test_a_reference_that_fails_gives_its_last_line(tmp_path):
+    python = interpreter(tmp_path, "print(1 / 0)")
+    with pytest.raises(
+        ValueError, match=f"^the reference of csm failed with {python}: ZeroDivisionError: .*$"
+    ):
+        reference.run("csm", python, {})
+
+
 def test_a_request_is_json_and_its_clips_are_files(tmp_path):
     clip = buzz(1.0, 110)
     references = (Reference(clip, "It hums."), Reference(clip))

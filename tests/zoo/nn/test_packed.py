@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from models import directory, family
@@ -313,3 +317,21 @@ def test_a_packed_convolution_gives_the_results_of_the_plain_one(dtype, shape):
         found = convolve(x, packed_convolution(weight), bias)
     close = CLOSE[dtype] if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}  # sums of 210 products
     torch.testing.assert_close(found, expected, **close)
+
+
+def test_a_packed_convolution_reads_its_weight_as_it_lies():
+    """With AVX2, rearranging the weight took ten times as long as the convolution."""
+    script = (
+        "import torch; from zoo.nn.packed import *; weight = torch.randn(256, 256, 3);"
+        "x = torch.randn(SEVERAL, FRAMES + 2, 256); convolve(x, packed_convolution(weight), torch.randn(256))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"ONEDNN_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    events = [line for line in made.stdout.splitlines() if ",primitive,exec," in line]
+    assert ",convolution," in events[-1]
+    assert sum(",reorder," in line for line in events) <= 1  # that of the packing
