@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow",
         default="all",
         metavar="all|none|K/N",
-        help="which of the tests marked slow run; K/N is part K of N parts, counted from 0",
+        help="which of the tests marked slow or compile run; K/N is part K of N parts, counted from 0",
     )
 
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, parts = part_of(config.option.slow)
 
     def runs(item: pytest.Item) -> bool:
-        if item.get_closest_marker("slow") is None:
+        if item.get_closest_marker("slow") is None and item.get_closest_marker("compile") is None:
             return True
         return parts > 0 and crc32(item.nodeid.encode()) % parts == part
 

@@ -108,7 +108,7 @@ PARITY = Size(
     estimator=64, estimator_heads=3, head_dim=16, depth=3, vocoder=64, f0=32, s3_width=128, s3_layers=2,
 )  # fmt: skip
 MID = Size(
-    hidden=1024, inner=4736, layers=12, heads=8, kv_heads=2, listener_layers=4, encoder_layers=3, depth=6
+    hidden=1024, inner=4736, layers=12, heads=8, kv_heads=2, listener_layers=4, encoder_layers=4, depth=6
 )
 CONFIGS = {"tiny": TINY, "parity": PARITY, "mid": MID, "full": Size()}
 SIZES = tuple(CONFIGS)
