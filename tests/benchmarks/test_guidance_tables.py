@@ -22,6 +22,7 @@ def found(monkeypatch, tmp_path):
     return lambda name: measure(name, directory(name, "tiny"), OPTIONS, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, words", [("bagpiper", 6), ("opuslm", 0)])
 def test_every_answer_has_the_same_length(found, name, words):
     made = found(name)

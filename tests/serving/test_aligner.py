@@ -29,6 +29,7 @@ def directory(tmp_path_factory):
     return write(tmp_path_factory.mktemp("aligner"))
 
 
+@pytest.mark.slow
 def test_the_process_gives_the_words_that_the_model_gives(directory):
     pieces = [piece(text, 24000 * (i + 1), i) for i, text in enumerate(TEXTS)]
     segments = [Segment(np.frombuffer(each.pcm, "<i2"), 24000, each.text) for each in pieces]
@@ -63,6 +64,7 @@ def test_a_process_that_dies_fails_its_pieces_and_is_started_again(directory):
     assert [word.text for word in asyncio.run(asked())] == ["Three."]
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_are_told_once_and_to_all(tmp_path):
     write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")

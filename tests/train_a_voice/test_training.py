@@ -403,6 +403,7 @@ def test_an_unknown_step_lists_the_possible_ones(capsys: pytest.CaptureFixture[s
     assert all(step in message for step in ("pack", "train", "export", "score"))
 
 
+@pytest.mark.slow
 @FLITE
 def test_from_nothing_to_a_score(tmp_path: Path) -> None:
     for module in ("pocketsphinx", "soxr"):

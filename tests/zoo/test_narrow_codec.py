@@ -24,6 +24,7 @@ def load(name: str, dtype: torch.dtype | None):
     return family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NARROW)
 def test_rows_give_the_plain_form_s_samples(name):
     with torch.inference_mode():

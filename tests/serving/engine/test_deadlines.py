@@ -277,6 +277,7 @@ def test_near_capacity_streaming_has_no_gaps_and_fifo_has_many():
     )
 
 
+@pytest.mark.slow
 def test_overload_makes_newcomers_wait_and_causes_no_gap():
     heard = asked("streaming", at_random(2.0, 80))
     assert all(isinstance(one.end, Finished) for one in heard)

@@ -60,6 +60,7 @@ def test_guidance_changes_the_speech_and_equals_the_plain_loop(report_lag):
     assert alone("toy_late", request).frames.tolist() != alone("toy_late", plain).frames.tolist()
 
 
+@pytest.mark.slow
 def test_a_text_has_the_pages_of_one_lane():
     """The second lane has none before it opens, and none at all without guidance."""
     _, held = run(engine(), guided(0))

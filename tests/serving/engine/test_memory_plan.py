@@ -45,12 +45,14 @@ def test_weights_and_state_are_what_the_loaded_model_has(name):
     assert made.kv_cache == usual_kv_bytes(real, 3) + past_bytes
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_packed_weights_of_cpu_kernels_are_counted(name):
     kept = residual.prepare(family(name))
     assert plan(shapes(name), 3, is_for_cpu=True).weights == plan_of_shapes(name).weights + kept
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_weights_that_are_kept_in_bf16_are_counted_with_16_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("zoo.checkpoint.loading.LEAST_NUMBERS", 1024)
@@ -160,6 +162,7 @@ def test_several_models_share_the_room():
     assert slots == 4 and kv_memory_bytes == sum(one.kv_cache for one in both)
 
 
+@pytest.mark.slow
 def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(monkeypatch):
     model = {"m": str(directory("qwen3_tts", "tiny"))}
 

@@ -155,6 +155,7 @@ arrivals = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(arrivals, st.integers(68, 120), st.integers(0, 200), st.integers(1, 6), st.booleans())
 def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
@@ -304,6 +305,7 @@ mixed = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(mixed, st.integers(68, 100), st.integers(0, 200), st.integers(1, 6), st.booleans())
 def test_listeners_of_every_kind_end_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):

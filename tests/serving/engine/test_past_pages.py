@@ -54,6 +54,7 @@ class Paged:
         return has_more
 
 
+@pytest.mark.slow
 def test_a_past_grows_with_its_stream_and_is_given_back():
     with masquerade():
         paged = Paged()
@@ -89,6 +90,7 @@ def test_streams_of_one_voice_share_the_chunks_of_its_prompt():
         np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_paused_for_pages_of_its_past_sounds_the_same():
     """There is room for the past of one and a half streams. The other half waits on the host."""
     chunks = 5

@@ -59,7 +59,8 @@ def test_a_warm_up_times_each_launch_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "under_way"),
-    [(name, num) for name in TOYS for num in (1, GPU_RENDERS_IN_FLIGHT)]
+    [(name, GPU_RENDERS_IN_FLIGHT) for name in TOYS]
+    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in TOYS]
     + [
         pytest.param(name, GPU_RENDERS_IN_FLIGHT, marks=pytest.mark.slow)
         for name in NAMES
@@ -181,6 +182,7 @@ def test_several_models_are_recorded_on_common_streams():
         assert np.abs(listener.samples - want).max(initial=0) < TOLERANCE, asked
 
 
+@pytest.mark.slow
 def test_reproducible_windows_share_launches_of_one_size():
     """Files of equal requests have equal bytes, whatever else is rendered."""
     asked = requests("toy", 6, max_frames=30)

@@ -108,6 +108,7 @@ busy_ones = st.lists(
 )
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(busy_ones, st.integers(2, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
 def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens, gaps):
@@ -129,6 +130,7 @@ def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens
             assert own_s - QUICK.prefill_s(1) <= one.ttfa_s <= own_s + two.longest_s + 0.001
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.lists(

@@ -162,6 +162,7 @@ class Room:
                 one.num_read = taken
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=40)
 @given(st.lists(asked, min_size=1, max_size=25), rooms)
 def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
@@ -254,6 +255,7 @@ def test_short_iterations_cause_no_gap(slots, is_async, arrivals):
     assert room.model.scheduler.num_underruns == 0
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(60, 90),
@@ -364,6 +366,7 @@ def asked_at(simulation: Simulation, arrivals: list[tuple[float, int]]) -> list[
     )
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=40)
 @given(
     st.integers(1, 4),
@@ -399,6 +402,7 @@ def test_a_launch_that_takes_twice_its_time_causes_no_gap(monkeypatch):
     assert now <= 0.02 < 0.05 <= before
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=40)
 @given(
     st.integers(1, 4),
@@ -412,6 +416,7 @@ def test_a_prompt_longer_than_an_iteration_causes_no_gap(slots, arrivals):
     assert max(one.late_s for one in heard) <= 1e-9
 
 
+@pytest.mark.slow
 def test_prompts_wait_while_a_listener_would_run_dry(monkeypatch):
     """They take 120 ms, more than most listeners have in hand."""
     late, waits = [], Streaming.delays_prompts
@@ -447,6 +452,7 @@ def test_batched_windows_leave_time_for_more_streams(monkeypatch):
     assert joined_rows > 1.2 * rows and joined_ttfa_s < 0.8 * ttfa_s and max(late, joined_late) <= 0.03
 
 
+@pytest.mark.slow
 def test_stale_estimates_are_tried(monkeypatch):
     """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is
     not seen again unless somebody tries, while who speaks has audio in hand."""

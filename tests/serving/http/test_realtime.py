@@ -544,6 +544,7 @@ def test_a_request_that_the_engine_refuses_is_a_failed_response(server):
     )
 
 
+@pytest.mark.slow
 def test_a_conversation_is_bounded(server):
     with talking(server) as client:
         for _ in range(MAX_ITEMS):

@@ -221,6 +221,7 @@ def check_marks(out, titles, expected_s):
     assert samples / join.RATE_HZ == pytest.approx(sum(expected_s), abs=0.1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     book = written(tmp_path / "b.md", MARKDOWN)
     done = shell.zoo("audiobook", book, "-o", tmp_path / "b.mp3")

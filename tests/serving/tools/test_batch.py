@@ -196,6 +196,7 @@ def test_only_one_batch_at_a_time_writes_to_a_directory(run):
     assert run(TEXTS[0]).made == 1
 
 
+@pytest.mark.slow
 def test_a_signal_keeps_the_finished_items(run, with_end, monkeypatch):
     """The signal comes when two items are made; the next run makes the rest."""
 
@@ -259,6 +260,7 @@ def test_equal_items_have_equal_digests(tmp_path):
     assert Item(1, "x").digest(tmp_path, []) != digest()
 
 
+@pytest.mark.slow
 def test_a_file_is_made_again_with_other_weights(tmp_path):
     path, out = lines(tmp_path / "in.jsonl", {"text": "Hello."}), tmp_path / "out"
     model = directory("qwen3_tts", "tiny")

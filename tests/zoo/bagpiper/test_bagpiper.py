@@ -151,6 +151,7 @@ def test_ids_follow_the_order_of_the_yaml(copy):
         zoo.load(copy, "cpu")
 
 
+@pytest.mark.slow
 def test_every_change_of_the_yaml_files_is_read_or_refused_in_one_line(copy):
     def leaves(values, at=()):
         for key, value in values.items():

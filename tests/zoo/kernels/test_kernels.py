@@ -192,6 +192,7 @@ torch.testing.assert_close(narrow(x), layer(x))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of another processor")
 def test_the_kernels_run_on_any_processor():
     subprocess.run(

@@ -27,6 +27,7 @@ print([name for name in ("transformers", "vector_quantize_pytorch", "accelerate"
 CLONES = (("higgs_v3", "tiny"), ("csm", "tiny"))
 
 
+@pytest.mark.slow
 def test_without_a_recording_no_package_of_encoders_is_imported():
     """Neither the load, nor a request, nor the memory plan, which counts the encoders, imports one."""
     paths = [str(directory(*name)) for name in CLONES]

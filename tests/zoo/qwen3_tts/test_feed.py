@@ -168,6 +168,7 @@ def test_cancelling_a_waiting_slot_frees_it_for_the_next_request():
     assert speaking.engine.stats()["models"]["qwen3_tts"]["running"] == 0
 
 
+@pytest.mark.slow
 def test_text_for_a_queued_request_waits_with_it():
     speaking = Speaking(VOICE, max_slots=1)
     request, rest = cut(VOICE, NAMED)

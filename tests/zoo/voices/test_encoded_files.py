@@ -178,6 +178,7 @@ def test_settings_weights_and_shapes_identify_an_encoder():
     assert len(keys) == 6
 
 
+@pytest.mark.slow
 def test_a_changed_comment_keeps_the_key_of_an_encoder_and_changed_code_does_not(tmp_path, monkeypatch):
     for folder in ("fish_s2", "nn", "kernels", "voices"):
         shutil.copytree(encoded_files.ZOO / folder, tmp_path / folder)
