@@ -268,8 +268,11 @@ def convolution_filters(weight: Tensor) -> Tensor:
     Nine short filters have 4.25 taps an output instead of 7, but twice as many weights, and they need long
     signals. They were faster with AVX-512. With AVX2, and for two taps, the convolution tap by tap is.
     """
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return nine_filters(weight) if has_avx512 and weight.shape[2] > 2 else panels(weight)
+    return nine_filters(weight) if has_avx512() and weight.shape[2] > 2 else panels(weight)
+
+
+def has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def is_nine(filters: Tensor) -> bool:
@@ -290,7 +293,7 @@ class Pointwise:
 
 def convolve_snake(
     x: Tensor,
-    wave: tuple[Tensor, Tensor],
+    wave: tuple[Tensor, Tensor] | None,
     filters: Tensor,
     bias: Tensor,
     taps: int,
@@ -303,8 +306,8 @@ def convolve_snake(
     """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in
     the result.
 
-    wave: frequency and gain of the snake, C values each. filters: `nine_filters` or `panels` of the
-    weight. bias [D].
+    wave: frequency and gain of the snake, C values each; without it, x is convolved as it is. filters:
+    `nine_filters` or `panels` of the weight. bias [D].
     mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
     past [B, C, P]: stands before snake(x). then: applied to the convolution's output.
     """
@@ -312,7 +315,8 @@ def convolve_snake(
     (batch, channels, num), out_channels = x.shape, len(bias)
     before = 0 if past is None else past.shape[2]
     length = before + num - (taps - 1) * dilation
-    assert filters.is_contiguous() and filters.shape[2] == channels == wave[0].numel() and length > 0
+    assert filters.is_contiguous() and filters.shape[2] == channels and length > 0
+    assert wave is None or wave[0].numel() == channels
     x, x_step = _rows(x)
     more, more_step = (None, 0) if residual is None else _rows(residual)
     old, old_step = (None, 0) if past is None else _rows(past)
@@ -324,7 +328,7 @@ def convolve_snake(
     assert then is None or then.panels.shape[2] == out_channels == then.frequency.numel()
     out = x.new_empty(batch, length, out_channels)
     pointwise = (None,) * 4 if then is None else (then.panels, then.bias, then.frequency, then.gain)
-    tensors = old, x, filters, bias, *wave, mask, *pointwise, more, out
+    tensors = old, x, filters, bias, *(wave or (None, None)), mask, *pointwise, more, out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
     sizes = batch, before, length, channels, out_channels, taps, dilation

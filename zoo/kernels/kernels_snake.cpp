@@ -93,7 +93,8 @@ struct Pointwise {
     }
 };
 
-// A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. `past` stands before
+// A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. Without a frequency,
+// x's rows are read as they are. `past` stands before
 // the snake of x, unchanged. past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; mask [B, length of past and x]; residual and out [B, M, D]. The
 // steps of past, x, mask and residual are their strides between streams.
 struct SnakeConvolution {
@@ -108,7 +109,8 @@ struct SnakeConvolution {
     void read(int64_t b, int64_t at, float* to) const {
         if (at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
         else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
-        else snake_row(x + b * x_step + (at - P) * C, frequency, gain, to, C);
+        else if (const float* row = x + b * x_step + (at - P) * C; frequency) snake_row(row, frequency, gain, to, C);
+        else std::copy(row, row + C, to);
     }
 
     float* place(int64_t b, int64_t row) const { return out + (b * M + row) * D; }

@@ -26,7 +26,6 @@ from zoo.nn.narrow import dtype_of
 
 GROUP = 64  # int8 weights that share a scale
 COMPARED_NUMBERS = 1 << 20
-SEVERAL, FRAMES = 2, 64  # streams and outputs of a typical convolution
 
 
 def has_16_bits(weight: Tensor) -> bool:
@@ -136,17 +135,24 @@ def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
 
 
 def packed_convolution(weight: Tensor) -> Tensor:
-    """Return an opaque copy of a convolution's weight [out, C, taps], as `convolve` reads it."""
+    """Return a copy of a convolution's weight [out, C, taps], as `convolve` reads it: for oneDNN, or without
+    AVX-512 for our kernel.
+
+    With AVX2 both are equally fast. But oneDNN wants other layouts for other lengths and batches there, and
+    rearranging a weight in every call takes ten times as long as the convolution.
+    """
+    if kernels.know(weight) and weight.dtype == torch.float32 and not kernels.has_avx512():
+        return kernels.panels(weight.detach())
     image = weight.detach()[:, :, None].contiguous(memory_format=torch.channels_last)
-    # oneDNN lays the weight out for signals of this shape. With AVX2, signals of several streams need another
-    # layout than one stream alone, and a weight in the wrong one is laid out anew in every call.
-    like = [SEVERAL, weight.shape[1], 1, FRAMES + weight.shape[2] - 1]
-    return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, like)
+    return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, None)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolve x [B, N, C] with a packed weight [out, C, taps] and a bias [out] -> [B, N - taps + 1, out]. A
     matrix product would first need a copy of the windows of x; this does not."""
+    if not weight.is_mkldnn:
+        taps = weight.shape[1]
+        return kernels.convolve_snake(x.mT, None, weight, bias, taps, 1).mT
     ones = [1, 1]
     y = torch.ops.mkldnn._convolution_pointwise(
         x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], ""

@@ -38,6 +38,8 @@ class Frames(Protocol):
 
 
 class Attention(nn.Module):
+    reads_many_rows = True  # all rows of a stretch
+
     def __init__(self, config: FlowConfig):
         super().__init__()
         inner = config.estimator_heads * config.head_dim
@@ -70,6 +72,8 @@ def normed(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
+    reads_many_rows = True
+
     def __init__(self, config: FlowConfig):
         super().__init__()
         self.attention, self.conv = Attention(config), ConvBlock(config.hidden)

@@ -67,8 +67,8 @@ def pointwise(x: Tensor, conv: nn.Conv1d) -> Tensor:
 class Conv(Stateful):
     """A causal convolution over rows: x [B, N, C] -> [B, N, Cout].
 
-    It is one matrix product, or on a CPU oneDNN's convolution, which is a tenth faster. Norms and attention
-    read rows too, so nothing is transposed.
+    It is one matrix product, or on a CPU a convolution, which is a tenth faster. Norms and attention read rows
+    too, so nothing is transposed.
     """
 
     def __init__(self, channels: int, out_channels: int):
