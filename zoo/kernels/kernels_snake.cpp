@@ -94,9 +94,8 @@ struct Pointwise {
 };
 
 // A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. Without a frequency,
-// x's rows are read as they are. `past` stands before
-// the snake of x, unchanged. past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; mask [B, length of past and x]; residual and out [B, M, D]. The
-// steps of past, x, mask and residual are their strides between streams.
+// the rows are read as they are. `past` stands before the snake of x, unchanged. past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; mask [B, length
+// of past and x]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
 struct SnakeConvolution {
     const float *past, *x, *w, *bias, *frequency, *gain;
     const bool* mask;
