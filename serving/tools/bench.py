@@ -73,7 +73,7 @@ def bench(
     given: dict[str, Any] = {"options": options(family.spec)}
     if voice is not None:
         given["voice"] = voice
-    request = first_request(family, text=TEXT, max_frames=frames, **given)
+    request = request_of(family, frames, given)
     if reference_python is not None:
         reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
     counted = work(family, request)
@@ -125,6 +125,15 @@ def bench(
         for run, theirs in zip(runs, result["reference"]["runs"], strict=True):
             run["speedup"] = run["audio_s_per_s"] / theirs["audio_s_per_s"]
     return result
+
+
+def request_of(family: Family[Any], frames: int, given: dict[str, Any]) -> Request:
+    """Return a request of the given fields. An answer is greedy, since its tokens decide how many steps its frames
+    take, and the reference is to take as many. Raises RequestError."""
+    if family.spec.answers:
+        most = {"max_tokens": frames * family.spec.steps_per_frame}
+        given = given | {"temperature": 0.0, "options": most | given["options"]}
+    return first_request(family, text=TEXT, max_frames=frames, **given)
 
 
 def summary(run: dict[str, Any]) -> str:

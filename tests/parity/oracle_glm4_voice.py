@@ -68,7 +68,7 @@ def main() -> None:
         ids = [special["[gMASK]"], special["<sop>"], special["<|system|>"], *vocabulary(f"\n{line}")]
         ids += [special["<|user|>"], *vocabulary("\n"), *turn]
         ids += [special["<|assistant|>"], *vocabulary("streaming_transcription\n")]
-        said = model.answer(ids, MAX_TOKENS, config.lm.stops)
+        said = model.answer(ids, MAX_TOKENS)
         facts["answers"][name] = {"ids": ids, "said": said}
         codes = torch.tensor([token - first for token in said if token >= first])
         tensors[f"{name}_samples"] = samples_of(vocoder, flow.cells(codes), SEED)[::STRIDE]

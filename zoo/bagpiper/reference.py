@@ -352,9 +352,9 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
     of a benchmark are fixed."""
     frames = request["max_frames"]
     steps = {"max_step": frames + DELAY, "min_step": frames + DELAY}
-    audio = {"temperature": 0.8, "cfg": request.get("options", {}).get("guidance", 3)} | steps
-    words = request.get("options", {}).get("max_tokens", 32)
-    text = {"temperature": 0.6, "max_step": words, "min_step": words}
+    options = request["options"]
+    audio = {"cfg": options.get("guidance", model.config.sampling.guidance)} | steps
+    text = {"max_step": options["max_tokens"], "min_step": options["max_tokens"]}
     settings = model.settings(audio=audio, text=text)
     asked: list[tuple[str, str, Any]] = [("user", "text", request["text"])]
     model.generate(asked, model.settings(audio={"max_step": DELAY + 2}, text={"max_step": 2}))

@@ -18,6 +18,7 @@ import math
 import sys
 import time
 import types
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,17 @@ def make_lm(directory: Path, config: Config) -> GlmForCausalLM:
 
 
 def said_by(
-    lm: GlmForCausalLM, ids: list[int], stops: tuple[int, ...], num_tokens: int, max_tokens: int
+    lm: GlmForCausalLM,
+    ids: list[int],
+    stops: tuple[int, ...],
+    num_tokens: int,
+    max_tokens: int,
+    is_whole: Callable[[list[int]], bool] = lambda said: False,
 ) -> list[int]:
-    """Return the greedy tokens of an answer, without the one that ends it."""
+    """Return the greedy tokens of an answer, without the one that ends it. is_whole: whether it ends behind these."""
     said: list[int] = []
     past, given = DynamicCache(), ids
-    while len(said) < max_tokens:
+    while len(said) < max_tokens and not is_whole(said):
         logits = lm(torch.tensor([given]), past_key_values=past, use_cache=True).logits[0, -1, :num_tokens]
         token = int(logits.argmax())
         if token in stops:
@@ -347,8 +353,11 @@ class Model:
             ids += [special[USER], *text_ids("\n"), *said, special[ASSISTANT], *text_ids(OPENING)]
         return ids
 
-    def answer(self, ids: list[int], max_tokens: int, stops: tuple[int, ...]) -> list[int]:
-        return said_by(self.lm, ids, stops, self.num_tokens, max_tokens)
+    def answer(self, ids: list[int], max_tokens: int, max_codes: int = sys.maxsize) -> list[int]:
+        def is_whole(said: list[int]) -> bool:
+            return len(self.codes_of(said)) >= max_codes
+
+        return said_by(self.lm, ids, self.config.lm.stops, self.num_tokens, max_tokens, is_whole)
 
     def codes_of(self, tokens: list[int]) -> list[int]:
         return [token - self.first_code for token in tokens if token >= self.first_code]
@@ -366,21 +375,21 @@ class Model:
 @torch.inference_mode()
 def speak(model: Model, request: dict[str, Any]) -> tuple[np.ndarray, str] | str:
     """Answer a request greedily. Return its samples [N] and its text, or its text alone if it has no audio."""
-    tokens = model.answer(model.prompt(request), request["options"]["max_tokens"], model.config.lm.stops)
+    tokens = model.answer(model.prompt(request), request["options"]["max_tokens"])
     codes, text = model.codes_of(tokens), model.text_of(tokens)
     return (model.samples(codes), text) if codes else text
 
 
 @torch.inference_mode()
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    """Time the reference. No token ends an answer."""
-    ids = model.prompt(request)
+    """Time the reference on a greedy request."""
+    ids, max_tokens = model.prompt(request), request["options"]["max_tokens"]
 
     def spoken(frames: int) -> int:
-        codes = model.codes_of(model.answer(ids, frames * 3 // 2, ()))
+        codes = model.codes_of(model.answer(ids, max_tokens, frames))
         return len(model.samples(codes)) if codes else 0
 
-    spoken(8)
+    spoken(4)
     began_s = time.perf_counter()
     samples = sum(spoken(request["max_frames"]) for _ in range(rounds * streams))
     return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)

@@ -95,6 +95,7 @@ class Lm:
         own = {name: v for name, v in tensors.items() if not name.startswith(("encoder.", "adapter."))}
         self.model.load_state_dict(own)
         self.tokenizer = Qwen2Tokenizer.from_pretrained(directory)
+        self.first_code, self.num_codes = self.id("<audio_0>"), config.flow.num_codes
         self.num_tokens = self.id("<audio_6561>") + 1
 
     def id(self, token: str) -> int:
@@ -113,27 +114,26 @@ class Lm:
         heard: list[Tensor],
         max_tokens: int,
         penalty: float = PENALTY,
-        is_endless: bool = False,
+        max_codes: int = sys.maxsize,
     ) -> list[int]:
         """Return the greedy tokens of an answer, without the one that ends it. heard: the rows behind each
-        <audio_start>. is_endless: no token ends it."""
+        <audio_start>."""
         rows = self.model.model.embed_tokens(torch.tensor(ids)).clone()
         starts = [at for at, token in enumerate(ids) if token == self.id("<audio_start>")]
         for at, given in zip(starts, heard, strict=True):
             rows[at + 1 : at + 1 + len(given)] = given
         said: list[int] = []
-        past, end = DynamicCache(), self.id("<|EOT|>")
-        while len(said) < max_tokens:
+        past, end, num_codes = DynamicCache(), self.id("<|EOT|>"), 0
+        while len(said) < max_tokens and num_codes < max_codes:
             logits = self.model(inputs_embeds=rows[None], past_key_values=past, use_cache=True).logits[0, -1]
             seen = torch.tensor(sorted({*ids, *said}))
             scores = logits[seen]
             logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-            if is_endless:
-                logits[end] = -torch.inf
             token = int(logits[: self.num_tokens].argmax())
             if token == end:
                 break
             said.append(token)
+            num_codes += 0 <= token - self.first_code < self.num_codes
             rows = self.model.model.embed_tokens(torch.tensor([token]))
         return said
 
@@ -228,13 +228,13 @@ def make_flow(directory: Path, config: Config) -> CausalMaskedDiffWithXvec:
 
 
 class Stream:
-    """The reference's stream of one answer, with the noise of each frame's own place."""
+    """The reference's stream of one answer after the other in a voice, with the noise of each frame's own place."""
 
     def __init__(self, flow: CausalMaskedDiffWithXvec, codes: Tensor, mel: Tensor, speaker: Tensor):
         self.flow, self.speaker, self.num_prompt, self.num_frames = flow, speaker[None], len(mel), len(mel)
         self._noise(0)
         ahead = torch.cat((codes, codes[:3]))[None]
-        self.past = self._kept(flow.setup_cache(ahead, mel[None], self.speaker, STEPS))
+        self.prompt = self.past = self._kept(flow.setup_cache(ahead, mel[None], self.speaker, STEPS))
 
     def _noise(self, held: int) -> None:
         """Let the reference's buffer have the noise of the next frames behind the `held` ones that it counts."""
@@ -268,6 +268,7 @@ class Stream:
 
     def all(self, codes: Tensor) -> Tensor:
         """codes [N] of a whole answer -> mel [2 N, 80], as examples-vllm-stream.py cuts them"""
+        self.past, self.num_frames = self._kept(self.prompt), self.num_prompt
         parts = []
         while len(codes) >= 28:
             parts.append(self.chunk(codes[:28], False))
@@ -313,7 +314,7 @@ class Model:
         self.lm, self.listener = Lm(directory, self.config, tensors), Listener(self.config, tensors)
         self.flow, self.vocoder = make_flow(directory, self.config), make_vocoder(directory, self.config)
         self.cloner, self.voices = make_cloner(directory), voices.find(directory)
-        self.first_code, self.first_hidden = self.lm.id("<audio_0>"), self.lm.id("<audio_start>")
+        self.first_hidden = self.lm.id("<audio_start>")
 
     def prompt(self, request: dict[str, Any]) -> tuple[list[int], list[Tensor]]:
         """Return the ids of a request, and the rows of its clips."""
@@ -353,19 +354,21 @@ class Model:
         return self.cloner(voices.read(self.voices[name]))[1]
 
     def codes_of(self, tokens: list[int]) -> list[int]:
-        return [
-            token - self.first_code
-            for token in tokens
-            if 0 <= token - self.first_code < self.config.flow.num_codes
-        ]
+        codes = (token - self.lm.first_code for token in tokens)
+        return [code for code in codes if 0 <= code < self.lm.num_codes]
 
     def text_of(self, tokens: list[int]) -> str:
         """Return the text among the tokens; special tokens are their names."""
         return self.lm.tokenizer.decode([token for token in tokens if token < self.first_hidden])
 
-    def samples(self, codes: list[int], voice: voices.Voice) -> np.ndarray:
+    def stream(self, request: dict[str, Any]) -> Stream:
+        """Return a stream in the voice of a request."""
+        voice = self.voice(request)
+        return Stream(self.flow, voice.codes, voice.mel, voice.speaker)
+
+    def samples(self, codes: list[int], stream: Stream) -> np.ndarray:
         """Return the samples [N] of codes."""
-        mel = Stream(self.flow, voice.codes, voice.mel, voice.speaker).all(torch.tensor(codes))
+        mel = stream.all(torch.tensor(codes))
         return samples_of(self.vocoder, mel, SEED).numpy()
 
 
@@ -397,19 +400,20 @@ def speak(model: Model, request: dict[str, Any]) -> tuple[np.ndarray, str] | str
     )
     text = "" if thinks else model.text_of(tokens)
     codes = model.codes_of(tokens) if request["output"] == "speech" else []
-    return (model.samples(codes, model.voice(request)), text) if codes else text
+    return (model.samples(codes, model.stream(request)), text) if codes else text
 
 
 @torch.inference_mode()
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    """Time the reference. The voice is encoded before the clock starts, and no token ends an answer."""
-    (ids, heard), voice = model.prompt(request), model.voice(request)
+    """Time the reference on a greedy request. The voice is encoded before the clock starts."""
+    (ids, heard), stream = model.prompt(request), model.stream(request)
+    max_tokens = request["options"]["max_tokens"]
 
     def spoken(frames: int) -> int:
-        codes = model.codes_of(model.lm.answer(ids, heard, frames * 5 // 4, is_endless=True))
-        return len(model.samples(codes, voice)) if codes else 0
+        codes = model.codes_of(model.lm.answer(ids, heard, max_tokens, max_codes=frames))
+        return len(model.samples(codes, stream)) if codes else 0
 
-    spoken(8)
+    spoken(4)
     began_s = time.perf_counter()
     samples = sum(spoken(request["max_frames"]) for _ in range(rounds * streams))
     return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)

@@ -18,7 +18,16 @@ from compile_cache import choices
 from serving.engine.engine import Engine
 from serving.tools import bench as measured
 from serving.tools import reference
-from serving.tools.bench import LaunchTimes, Work, bench, instructions, min_ms_per_frame, products, work
+from serving.tools.bench import (
+    LaunchTimes,
+    Work,
+    bench,
+    instructions,
+    min_ms_per_frame,
+    products,
+    request_of,
+    work,
+)
 from serving.tools.requests import first_request
 from zoo.kernels import cpu
 from zoo.nn import fp8
@@ -63,6 +72,20 @@ def test_the_requests_have_the_given_options(monkeypatch):
     path = str(directory("orpheus", "tiny"))
     bench(path, device="cpu", compile=False, options=lambda spec: {"valid_only": spec.family == "orpheus"})
     assert asked[0].options == {"valid_only": True}
+
+
+@pytest.mark.parametrize("name", ["glm4_voice", "step_audio2", "bagpiper"])
+def test_answers_are_greedy_and_bounded_so_that_the_reference_takes_as_many_steps(name):
+    model = family(name)
+    request = request_of(model, 5, {"options": {}})
+    assert request.temperature == 0 and request.max_frames == 5
+    assert request.options == {"max_tokens": 5 * model.spec.steps_per_frame}
+    assert request_of(model, 5, {"options": {"max_tokens": 7}}).options == {"max_tokens": 7}
+
+
+def test_texts_are_spoken_with_the_usual_temperature():
+    request = request_of(family("orpheus"), 5, {"options": {}})
+    assert request.temperature is None and request.options == {}
 
 
 def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):
