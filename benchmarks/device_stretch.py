@@ -27,9 +27,17 @@ from benchmarks.device_kernels import DEVICE, KERNEL_GAPS, Alone, Put, gap, rand
 from zoo import kernels
 from zoo.nn.s3.stretch import Seen, Stretch
 
-HEADS, DIM, LANES = 8, 64, 2
-# streams, frames of each, and chunks that the first stream has spoken; each other one has spoken seven more
-LAUNCHES = ((1, 50, 0), (1, 50, 39), (1, 200, 0), (12, 100, 0), (64, 50, 0))
+HEADS, DIM = 8, 64
+# streams, frames of each, chunks that the first stream has spoken (each other one has spoken seven more), and whether
+# positions are relative, as in the encoder
+LAUNCHES = (
+    (1, 50, 0, False),
+    (1, 50, 39, False),
+    (1, 200, 0, False),
+    (12, 100, 0, False),
+    (64, 50, 0, False),
+    (12, 100, 0, True),
+)
 CHUNK, CHUNKS, KEPT = 50, 20, 100  # frames of a chunk, chunks of a past, frames of a prompt
 RECORDED = 8
 # keys of a tile, warps, pipeline stages
@@ -39,39 +47,45 @@ Compare = Callable[[str, torch.dtype, Callable[..., Any], tuple[Any, ...]], None
 
 def stretches(compare: Compare, put: Put, alone: Alone) -> None:
     """Report the largest gap to the plain operator, and the times."""
-    for streams, frames, age in LAUNCHES:
-        name, given = (
-            f"attention over a stretch, {streams} x {frames} from {age}",
-            arguments(streams, frames, age),
-        )
+    for streams, frames, age, is_relative in LAUNCHES:
+        kind = "relative attention" if is_relative else "attention"
+        name = f"{kind} over a stretch, {streams} x {frames} from {age}"
+        given = arguments(streams, frames, age, is_relative)
         compare(name, torch.bfloat16, attended, given)
         if DEVICE == "cuda":
             with alone(put), torch.inference_mode():
                 call = partial(kernels.on_gpu, "triton_stretch", "stretch_attention", *given)
                 put(f"{name}, us", recorded_us(call))
-                put(f"{name}, us to copy the past", copied_us(*given[3:5]))
+                put(f"{name}, us to copy the past", copied_us(*given[4:6]))
 
 
-def arguments(streams: int, frames: int, age: int) -> tuple[Any, ...]:
-    """Return the arguments of `stretch_attention`."""
-    rows, width = streams * LANES, HEADS * DIM
+def arguments(streams: int, frames: int, age: int, is_relative: bool) -> tuple[Any, ...]:
+    """Return the arguments of `stretch_attention`: as the flow's estimator has them, or its encoder."""
+    lanes = 1 if is_relative else 2
+    rows, width = streams * lanes, HEADS * DIM
     slots = torch.arange(streams, device=DEVICE)
     start = KEPT + (age + slots * 7) % 40 * CHUNK
     count, kept, capacity = torch.full_like(slots, frames), torch.full_like(slots, KEPT), CHUNKS * CHUNK
     seen = Seen(Stretch(slots, start, count, kept, frames, capacity, CHUNK), 1)
-    arena = random(1 + streams * CHUNKS, CHUNK * LANES * 2 * width, dtype=torch.bfloat16)
+    arena = random(1 + streams * CHUNKS, CHUNK * lanes * 2 * width, dtype=torch.bfloat16)
     pages = 1 + torch.arange(streams * CHUNKS, device=DEVICE).view(streams, -1)
     pages = torch.cat((pages, torch.zeros_like(pages[:, :1])), 1)
     qkv = random(rows, frames, 3 * width, dtype=torch.bfloat16).split(width, -1)
     layers = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     where = seen.index, seen.start, seen.count, seen.num_kept, CHUNK, capacity, HEADS
-    return *qkv, arena, pages, layers, 0, 0, *where
+    scores = None
+    if is_relative:
+        scores = random(rows, HEADS, frames, seen.max_distance + CHUNK, dtype=torch.bfloat16)
+    return *qkv, scores, arena, pages, layers, 0, 0, *where
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, arena: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, arena: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Return what attention gives, and the pages with the new keys and values. The arguments stay as they are."""
     arena = arena.clone()
-    return torch.ops.zoo.stretch_attention.default(q, k, v, arena, *rest), arena[1:]  # the first is nobody's
+    # the first page is nobody's
+    return torch.ops.zoo.stretch_attention.default(q, k, v, scores, arena, *rest), arena[1:]
 
 
 def recorded_us(call: Callable[[], object]) -> float:

@@ -53,7 +53,7 @@ class Encoder(nn.Module):
         """x [B, N, D], of which count [B] are there -> [B, N, D]"""
         x = self.embed(x)
         seen = Blocks(count, x.shape[1], self.block)
-        distances = Distances.of(seen, x)
+        distances = Distances(seen, x)
         for layer in self.layers:
             x = layer(x, seen, x, distances)
         return self.norm(x)

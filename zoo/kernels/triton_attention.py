@@ -53,7 +53,20 @@ def _seen(
 ):
     """Add n keys and values [n, D] to the running softmax of query [ROWS, D], where is_seen [ROWS, n] -> its
     largest score [ROWS], its sum [ROWS], and its weighted sum of values [ROWS, D]."""
-    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # [ROWS, n]
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    return _weighed(scores, v, is_seen, top, total, mixed)
+
+
+@triton.jit
+def _weighed(
+    scores: tl.tensor,
+    v: tl.tensor,
+    is_seen: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+):
+    """Add n values [n, D] with scores [ROWS, n] in base 2 to the running softmax, as `_seen` does."""
     scores = tl.where(is_seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see none of these keys

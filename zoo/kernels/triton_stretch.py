@@ -1,8 +1,8 @@
 """`zoo.nn.s3.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
 queries, in one head of one row. It passes over the keys in its stream's pages, then over the new keys that
 are visible. Their number is read on the device: a young stream is cheap, a recorded launch stays valid while
-streams grow, and unwritten positions are not loaded. One comparison of positions decides whether a query sees
-a key.
+streams grow, and unwritten positions are not loaded. Where a query sees a key, a score by their distance may be
+added, for relative positions (Transformer-XL, arXiv 1901.02860, section 3.3).
 
 A second launch writes the new keys and values to the cache. It must come after the first, because new entries
 overwrite places of the ring that some programs may not have read yet.
@@ -19,19 +19,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.kernels.triton_attention import _seen
+from zoo.kernels.triton_attention import _weighed
 
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
+LOG2_E = tl.constexpr(math.log2(math.e))
 KEPT_VALUES = 2048  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
+DISTANCES = "num_distances"
 
 
-@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layers"])
+@triton.jit
+def _scores_by_distance(
+    by_distance: tl.tensor,
+    nearest: tl.tensor,
+    position: tl.tensor,
+    is_kept: tl.tensor,
+    dropped: tl.tensor,
+    is_seen: tl.tensor,
+):
+    """Load what the distance adds to a score, in base 2: [ROWS, n] of queries, whose scores for a key at position
+    0 are at `nearest` [ROWS], and keys at `position` [n]."""
+    place = nearest[:, None] - position[None, :] - tl.where(is_kept[None, :], dropped[:, None], 0)
+    return tl.load(by_distance + place, mask=is_seen, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, DISTANCES], do_not_specialize_on_alignment=["layers"])
 def _attend_stretch(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    by_distance: tl.tensor,
     arena: tl.tensor,
     pages: tl.tensor,
     layers: tl.tensor,
@@ -48,6 +66,7 @@ def _attend_stretch(
     capacity: tl.tensor,
     chunk: tl.tensor,
     token_stride: tl.tensor,
+    num_distances: tl.tensor,
     scale: tl.tensor,
     LANES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -56,10 +75,11 @@ def _attend_stretch(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    IS_RELATIVE: tl.constexpr,
 ):
     """Compute one tile. num: positions of a stretch. first: values of a chunk before layer 0. num_columns: of
     `pages`; per_chunk: of them, those of a chunk. capacity: positions of a past. token_stride: from one
-    position to the next in q, k and v. scale: in base 2."""
+    position to the next in q, k and v. scale: in base 2. IS_RELATIVE: scores by distance are added."""
     begin, head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     b, lane = row // LANES, row % LANES
     began = tl.load(start + b).to(tl.int32)  # the stretch's position in its stream
@@ -76,6 +96,9 @@ def _attend_stretch(
     chunk_start = (began + own) // chunk * chunk
     lowest = chunk_start - ring  # the first position that a query sees, apart from the permanently kept ones
     limit = tl.minimum(chunk_start + chunk - began, there)  # the end of the new positions that a query sees
+    # a query's scores by distance begin `chunk - 1` positions ahead of it; dropped positions do not count
+    nearest = ((row * HEADS + head) * num + own) * num_distances + began + own + chunk - 1
+    dropped = tl.maximum(lowest - kept, 0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -97,9 +120,13 @@ def _attend_stretch(
         old_k = tl.load(old, mask=is_held[:, None] & is_value, other=0.0)
         old_v = tl.load(old + HEADS * DIM, mask=is_held[:, None] & is_value, other=0.0)
         position = began - 1 - latest + m - tl.where(m > latest, ring, 0)
-        position = tl.where(m < kept, EVERYWHERE, position)
-        is_seen = is_held[None, :] & (position[None, :] >= lowest[:, None])
-        top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
+        is_kept = m < kept
+        is_seen = is_held[None, :] & (tl.where(is_kept, EVERYWHERE, position)[None, :] >= lowest[:, None])
+        scores = tl.dot(query, tl.trans(old_k), input_precision="ieee") * scale
+        if IS_RELATIVE:
+            position = tl.where(is_kept, m, position)
+            scores += _scores_by_distance(by_distance, nearest, position, is_kept, dropped, is_seen)
+        top, total, mixed = _weighed(scores, old_v, is_seen, top, total, mixed)
 
     # the end of the positions that the tile's last query sees
     end = (began + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - began
@@ -110,9 +137,14 @@ def _attend_stretch(
         new = ((row * num + m) * token_stride + head * DIM)[:, None] + d[None, :]
         new_k = tl.load(k + new, mask=is_there, other=0.0)
         new_v = tl.load(v + new, mask=is_there, other=0.0)
-        position = tl.where(began + m < kept, EVERYWHERE, began + m)
-        is_seen = (m[None, :] < limit[:, None]) & (position[None, :] >= lowest[:, None])
-        top, total, mixed = _seen(query, new_k, new_v, is_seen, top, total, mixed, scale)
+        position = began + m
+        is_kept = position < kept
+        is_near = tl.where(is_kept, EVERYWHERE, position)[None, :] >= lowest[:, None]
+        is_seen = (m[None, :] < limit[:, None]) & is_near
+        scores = tl.dot(query, tl.trans(new_k), input_precision="ieee") * scale
+        if IS_RELATIVE:
+            scores += _scores_by_distance(by_distance, nearest, position, is_kept, dropped, is_seen)
+        top, total, mixed = _weighed(scores, new_v, is_seen, top, total, mixed)
 
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]  # padding may see nothing
     place = (row * num + own) * (HEADS * DIM) + head * DIM
@@ -159,19 +191,21 @@ def _keep_stretch(
     tl.store(kept + WIDTH, tl.load(v + place, mask=whole, other=0.0), mask=whole)
 
 
-def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype, is_relative: bool) -> dict[str, int]:
     """Return the compile-time constants of `_attend_stretch`: sizes at which its registers do not spill (the
     build test checks that). fp32 is multiplied without tensor cores, in smaller tiles."""
     padded_dim, is_wide = max(16, triton.next_power_of_2(dim)), dtype == torch.float32
+    has_8_warps = padded_dim > 64 if is_wide else is_relative
     return {
         "LANES": lanes,
         "HEADS": heads,
         "DIM": dim,
         "PADDED_DIM": padded_dim,
-        "ROWS": 32 if is_wide else 64,
+        "ROWS": 64 if not is_wide else 16 if is_relative else 32,
         "BLOCK": 16 if is_wide else 64 if padded_dim <= 64 else 32,
         "ALIGNED": aligned(dim),
-        "num_warps": 8 if is_wide and padded_dim > 64 else 4,
+        "IS_RELATIVE": is_relative,
+        "num_warps": 8 if has_8_warps else 4,
         "num_stages": 3,
     }
 
@@ -195,6 +229,7 @@ def stretch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    by_distance: Tensor | None,
     arena: Tensor,
     pages: Tensor,
     layers: Tensor,
@@ -216,15 +251,21 @@ def stretch_attention(
     assert first % aligned(width) == 0, f"a layer begins after {first} values of {width} in a row"
     # offsets within a chunk, and among the new keys, have 32 bits
     stride, per_chunk = _token_stride(q, k, v), (pages.shape[1] - 1) // (capacity // chunk)
-    assert max(rows * num * stride, per_chunk * page_values) < 1 << 31, f"{rows} rows of {num}"
+    distances = 0
+    if by_distance is not None:
+        distances = by_distance.shape[-1]
+        assert by_distance.shape[:3] == (rows, heads, num) and by_distance.is_contiguous(), by_distance.shape
+    largest = max(rows * num * max(stride, heads * distances), per_chunk * page_values)
+    assert largest < 1 << 31, f"{rows} rows of {num}"
     pages, index, start, count, num_kept = (x.contiguous() for x in (pages, index, start, count, num_kept))
-    out, sizes = q.new_empty(q.shape), constants(lanes, heads, width // heads, q.dtype)
+    sizes = constants(lanes, heads, width // heads, q.dtype, by_distance is not None)
+    out = q.new_empty(q.shape)
     lengths = block, num, first, page_values, pages.shape[1], per_chunk, capacity, chunk, stride
     scale = (width // heads) ** -0.5 * math.log2(math.e)
     tiles = triton.cdiv(num, sizes["ROWS"])
-    _attend_stretch[tiles, heads, rows](
-        q, k, v, arena, pages, layers, start, count, num_kept, out, *lengths, scale, **sizes
-    )
+    where = arena, pages, layers, start, count, num_kept
+    scores = q if by_distance is None else by_distance  # in the first case nothing reads them
+    _attend_stretch[tiles, heads, rows](q, k, v, scores, *where, out, *lengths, distances, scale, **sizes)
     sizes = keeping_constants(lanes, width)
     tiles = triton.cdiv(num, sizes["ROWS"])
     _keep_stretch[tiles, rows](k, v, arena, pages, layers, index, *lengths, **sizes)

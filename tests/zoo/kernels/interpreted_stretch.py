@@ -31,7 +31,7 @@ def _numbers():
 class Launch:
     """A stretch of `num` positions, in chunks of `chunk`, of several streams. Their past is in layer 1 of
     scattered pages. Data that must not be read is NaN: unwritten places, other pages and layers, keys and
-    values of padding."""
+    values of padding, and scores by the distance of what is not seen."""
 
     streams: list[tuple[int, int, int]]  # start and kept positions, in chunks; count
     num: int
@@ -41,6 +41,7 @@ class Launch:
     dim: int
     lanes: int = 2
     dtype: torch.dtype = torch.float32
+    is_relative: bool = False
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(0)
@@ -70,6 +71,18 @@ class Launch:
         arena.view(-1, row)[at[is_held]] = held
         self.arena = arena
         self.is_real = ~is_padding
+        self.by_distance = self._scores(generator) if self.is_relative else None
+
+    def _scores(self, generator: torch.Generator) -> Tensor:
+        """Return scores by distance [B * L, H, Q, distances]."""
+        places, rows = self.capacity * self.chunk, len(self.streams) * self.lanes
+        distances = min(places + self.chunk, places + self.num) + self.chunk
+        is_used = torch.zeros(len(self.streams), self.num, distances, dtype=torch.bool)
+        row, query, key = self.seen.mask.nonzero(as_tuple=True)
+        is_used[row, query, self.seen.distance[row, query, key] + self.chunk - 1] = True
+        is_used = is_used.repeat_interleave(self.lanes, 0)[:, None]
+        scores = torch.randn(rows, self.heads, self.num, distances, generator=generator).to(self.dtype)
+        return scores.masked_fill(~is_used, torch.nan)
 
     def run(self, function, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         seen, arena, layers = self.seen, self.arena.to(dtype, copy=True), torch.tensor([0, 7, 1, 0])
@@ -88,7 +101,8 @@ class Launch:
             self.heads,
         )
         qkv = self.qkv if dtype == self.dtype else (part.to(dtype).nan_to_num(0) for part in self.qkv)
-        return function(*qkv, *where), arena
+        scores = None if self.by_distance is None else self.by_distance.to(dtype)
+        return function(*qkv, scores, *where), arena
 
     def check(self) -> Tensor:
         found, ours = self.run(triton_stretch.stretch_attention, self.dtype)
@@ -115,6 +129,7 @@ def launches(draw) -> Launch:
         *shape,
         draw(st.integers(1, 2)),
         draw(st.sampled_from(sorted(BOUNDS, key=str))),
+        draw(st.booleans()),
     )
 
 
@@ -124,10 +139,12 @@ def test_any_streams(launch):
     launch.check()
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("start", [0, 1, 19, 20, 33, 500])
-def test_a_ring_that_is_empty_or_full_or_has_wrapped(start, dtype):
-    Launch([(start, 2, 100), (start, 0, 77)], 100, 20, 10, 2, 16, dtype=dtype).check()
+def test_a_ring_that_is_empty_or_full_or_has_wrapped(start, dtype, is_relative):
+    streams = [(start, 2, 100), (start, 0, 77)]
+    Launch(streams, 100, 20, 10, 2, 16, dtype=dtype, is_relative=is_relative).check()
 
 
 def test_streams_do_not_affect_each_other():

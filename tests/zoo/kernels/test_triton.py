@@ -225,17 +225,18 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # the first shape is that of a published model
 @pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)
-def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
+@pytest.mark.parametrize("is_relative", [False, True], ids=["plain", "relative"])
+def test_attention_over_stretches_builds_without_spills(shape, dtype, card, is_relative, tmp_path):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
     numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept"), torch.int64)
     values = (
-        dict.fromkeys(("q", "k", "v", "arena"), dtype)
+        dict.fromkeys(("q", "k", "v", "by_distance", "arena"), dtype)
         | numbers
         | {"out": dtype}
         | lengths
-        | {"scale": "fp32"}
+        | {"num_distances": "i32", "scale": "fp32"}
     )
-    sizes = triton_stretch.constants(2, *shape, dtype)
+    sizes = triton_stretch.constants(1 if is_relative else 2, *shape, dtype, is_relative)
     registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
     assert stack == 0, f"{stack} bytes per thread do not fit into registers"
@@ -251,8 +252,9 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
 def test_the_past_of_a_stretch_is_moved_in_words_of_16_bytes(card):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
     numbers = dict.fromkeys(("pages", "layers", "start", "count", "num_kept"), torch.int64)
-    values = dict.fromkeys(("q", "k", "v", "arena", "out"), torch.bfloat16) | numbers | lengths
-    sizes = triton_stretch.constants(2, 8, 64, torch.bfloat16)
+    tensors = "q", "k", "v", "by_distance", "arena", "out"
+    values = dict.fromkeys(tensors, torch.bfloat16) | numbers | lengths | {"num_distances": "i32"}
+    sizes = triton_stretch.constants(2, 8, 64, torch.bfloat16, is_relative=False)
     tile, threads = sizes["BLOCK"] * sizes["DIM"] * 2, 32 * sizes["num_warps"]  # bytes of keys or of values
     values |= {"scale": "fp32"} | sizes
     loads = compiled(triton_stretch._attend_stretch, values, CARDS[card]).asm["ptx"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -36,24 +36,31 @@ def relative_table(first: int, last: int, width: int, like: Tensor) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(like.dtype)
 
 
-@dataclass
 class Distances:
     """How far apart the positions of a stretch are, for all layers of a stack.
 
-    table [distances, D]: from the farthest position ahead to the farthest behind; column [B, 1, Q, K]: of each
-    pair's distance in the table; is_hidden [B, 1, Q, K]: which pairs do not see each other.
+    table [distances, D]: from the farthest position ahead to the farthest behind.
     """
 
-    table: Tensor
-    column: Tensor
-    is_hidden: Tensor
-
-    @classmethod
-    def of(cls, seen: Seen, like: Tensor) -> Distances:
+    def __init__(self, seen: Seen, like: Tensor):
         """like [..., D]: of the rows' width and dtype."""
-        first = 1 - seen.grid
-        table = relative_table(first, seen.max_distance, like.shape[-1], like)
-        return cls(table, (seen.distance - first)[:, None], ~seen.mask[:, None])
+        self.seen, self.first = seen, 1 - seen.grid
+        self.table = relative_table(self.first, seen.max_distance, like.shape[-1], like)
+
+    @cached_property
+    def column(self) -> Tensor:
+        """Of each pair's distance in the table [B, 1, Q, K]."""
+        return (self.seen.distance - self.first)[:, None]
+
+    @cached_property
+    def is_hidden(self) -> Tensor:
+        """Which pairs do not see each other [B, 1, Q, K]."""
+        return ~self.seen.mask[:, None]
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """The number of a layer that begins where its cache does [1]."""
+        return self.seen.start.new_zeros(1)
 
 
 class RelativeAttention(nn.Module):
@@ -70,16 +77,26 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen, cache: Tensor | PagedLayer, distances: Distances) -> Tensor:
         """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D], or its pages, and to x, and update it."""
-        kv = seen.exchange(cache, torch.cat((self.k(x), self.v(x)), -1))  # [B, K, 2D]
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1))
-        )  # [B, H, _, dim]
-        scale = q.shape[-1] ** -0.5  # of published sizes a power of two, so the smaller factor can take it
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        heads = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, Q, dim]
+        scale = (
+            heads.shape[-1] ** -0.5
+        )  # of published sizes a power of two, so the smaller factor can take it
         p = self.position(distances.table).unflatten(-1, (self.heads, -1)).transpose(0, 1)
-        by_distance = ((q + self.position_bias[:, None]) * scale) @ p.mT  # [B, H, Q, distances]
+        by_distance = ((heads + self.position_bias[:, None]) * scale) @ p.mT  # [B, H, Q, distances]
+        if isinstance(cache, PagedLayer):
+            q = q + self.content_bias.flatten()
+            paged = by_distance, cache.arena, cache.pages, distances.layer, 0, cache.first
+            where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
+            capacity = cache.num_chunks * seen.grid
+            return self.out(
+                torch.ops.zoo.stretch_attention.default(q, k, v, *paged, *where, capacity, self.heads)
+            )
+        kv = seen.exchange(cache, torch.cat((k, v), -1))  # [B, K, 2D]
+        k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in kv.chunk(2, -1))
         by_place = by_distance.gather(-1, distances.column.expand(-1, self.heads, -1, -1))  # [B, H, Q, K]
         by_place.masked_fill_(distances.is_hidden, -torch.inf)
-        content = (q + self.content_bias[:, None]) * scale
+        content = (heads + self.content_bias[:, None]) * scale
         flat = (part.flatten(0, 1) for part in (by_place, content, k.mT))
         weights = torch.baddbmm(*flat).softmax(-1).view_as(by_place)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
@@ -152,7 +169,7 @@ class FlowEncoder(nn.Module):
     def _stack(
         self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: Sequence[Tensor | PagedLayer]
     ) -> Tensor:
-        distances = Distances.of(seen, x)
+        distances = Distances(seen, x)
         for layer, cache in zip(layers, caches, strict=True):
             x = layer(x, seen, cache, distances)
         return x

@@ -155,7 +155,7 @@ class TransformerBlock(nn.Module):
             paged = caches.arena, caches.pages, layers, block, caches.first
             where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
             capacity = caches.num_chunks * seen.grid
-            y = torch.ops.zoo.stretch_attention.default(q, k, v, *paged, *where, capacity, self.heads)
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, None, *paged, *where, capacity, self.heads)
         else:
             assert mask is not None, "a cache of rows needs a mask"
             y = self._attend(q, k, v, seen, mask, caches[block])

@@ -200,6 +200,7 @@ def stretch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    by_distance: Tensor | None,
     arena: Tensor,
     pages: Tensor,
     layers: Tensor,
@@ -215,15 +216,16 @@ def stretch_attention(
 ) -> Tensor:
     """Attend over cached and new positions, as `Seen` defines, and write the new ones to the cache.
 
-    q, k, v [B * L, Q, H * D]; arena and pages: as those of a `PagedLayer`, of which layer number
-    layers[block] is used; layers [_] int64; first: values of a chunk before layer 0. The other arguments are
-    those of a `Seen`, with chunk its grid; capacity: places of a past. Returns [B * L, Q, H * D], finite and
+    q, k, v [B * L, Q, H * D]; by_distance [B * L, H, Q, distances]: scores that are added, from chunk - 1
+    positions ahead to the farthest behind (see `Distances`); arena and pages: as those of a `PagedLayer`, of
+    which layer number layers[block] is used; layers [_] int64; first: values of a chunk before layer 0. The
+    other arguments are those of a `Seen`, with chunk its grid; capacity: places of a past. Returns [B * L, Q, H * D], finite and
     meaningless for padding. This is an operator so that a GPU reads the cache in place, and only what is
     seen.
     """
     if kernels.use_gpu(q):
         where = arena, pages, layers, block, first, index, start, count, num_kept, chunk, capacity, heads
-        return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)
+        return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, by_distance, *where)
     lanes = len(q) // len(start)
     slots = torch.arange(len(start), device=q.device)
     seen = Seen(Stretch(slots, start, count, num_kept, q.shape[1], capacity, chunk), 1)
@@ -235,5 +237,9 @@ def stretch_attention(
     keys, values = rearrange(kv, "b k l (two h d) -> two (b l) h k d", two=2, h=heads)  # [B * L, H, K, D]
     queries = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     mask = seen.mask.repeat_interleave(lanes, 0)[:, None]
+    if by_distance is not None:
+        column = (seen.distance + chunk - 1).repeat_interleave(lanes, 0)[:, None]
+        by_place = by_distance.gather(-1, column.expand(-1, heads, -1, -1))
+        mask = by_place.masked_fill(~mask, -torch.inf)
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return mixed.transpose(1, 2).flatten(2).contiguous()
