@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn.cfm import solver_steps
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import Estimator
@@ -69,8 +70,8 @@ class Flow(nn.Module):
         speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
         given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
         given = torch.stack((given, torch.zeros_like(given))[: self.lanes], 1)  # [B, L, 2T, 3 MELS]
-        for shifts, stride in zip(self.estimator.shifts, self.strides, strict=True):
-            x = self.advance(x, given, TOKEN_FRAMES * num, shifts, stride)
+        for k in solver_steps(len(self.strides), x):
+            x = self.advance(x, given, TOKEN_FRAMES * num, self.estimator.shifts[k], self.strides[k])
         return x
 
     def condition(self, codes: Tensor, num: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from zoo.contract import Past
 from zoo.cosyvoice2.config import FlowConfig
 from zoo.cosyvoice2.strategy import MAX_FRAMES
-from zoo.nn.cfm import cosine_times
+from zoo.nn.cfm import cosine_times, solver_steps
 from zoo.nn.conv import CodecState
 from zoo.nn.rows import zeros
 from zoo.nn.s3.encoder import FlowEncoder
@@ -226,7 +226,7 @@ class Flow(nn.Module):
         if isinstance(cache, FlowCache):  # pages are read in place by an operator, which needs no mask
             mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
             mask = mask.repeat_interleave(PAIR, 0)[:, None]
-        for k in range(STEPS):
+        for k in solver_steps(STEPS, x):
             shifts, past, caches = self.estimator.shifts[k], cache.estimator_past[k], cache.estimator[k]
             numbers = self.estimator.numbers[k]
             x = self.advance(x, pairs, shifts, self.strides[k], seen, mask, past, caches, numbers)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from zoo.glm4_voice.config import FlowConfig, mel_frames
 from zoo.glm4_voice.estimator import Estimator, GroupNorm
-from zoo.nn.cfm import cosine_times
+from zoo.nn.cfm import cosine_times, solver_steps
 from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.encoder import EMBED_EPS, ConformerLayer, Distances, Embed
 from zoo.nn.s3.sizes import MELS
@@ -120,8 +120,8 @@ class Flow(nn.Module):
         given = torch.cat((mu, speaker, known), 1)
         pairs = torch.stack((given, torch.zeros_like(given)))  # with the condition, and without it
         x = self._start(num, at) * mask
-        for shifts, stride in zip(self.estimator.shifts, self.strides, strict=True):
-            x = self.advance(x, pairs, mask, shifts, stride)
+        for k in solver_steps(len(self.strides), x):
+            x = self.advance(x, pairs, mask, self.estimator.shifts[k], self.strides[k])
         return x.mT
 
     def _start(self, num: Tensor, at: Tensor) -> Tensor:

@@ -28,6 +28,12 @@ def cosine_times(steps: int) -> list[float]:
     return (1 - torch.cos(torch.linspace(0, 1, steps + 1, device="cpu") * 0.5 * math.pi)).tolist()
 
 
+def solver_steps(num: int, like: Tensor) -> range:
+    """Return the numbers of a solver's steps. On `meta`, where memory is counted, there are at most two: those that
+    follow take the same."""
+    return range(min(num, 2) if like.is_meta else num)
+
+
 def euler_steps(times: Tensor) -> tuple[Tensor, Tensor]:
     """times [n + 1] -> the time and the length of each Euler step, [n] each, in the dtype of times. The
     rounding is that of a solver that subtracts step after step. The first steps have length 0: the velocity

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.cfm import cosine_times
+from zoo.nn.cfm import cosine_times, solver_steps
 from zoo.nn.conv import CodecState
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import PAIR
@@ -81,7 +81,7 @@ class Flow(nn.Module):
         given = torch.cat((mu, known, prompt), -1)  # [B, 2 N, 3 MELS]
         pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [B * PAIR, 2 N, 3 MELS]
         x = self._start(cell)
-        for step in range(STEPS):
+        for step in solver_steps(STEPS, x):
             x = self._advance(x, pairs, step, cell, past)
         return x
 

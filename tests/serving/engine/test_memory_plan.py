@@ -14,6 +14,7 @@ from serving.engine.memory.memory_plan import (
     Peak,
     _encoder_bytes,
     fit,
+    launch_bytes,
     num_bytes,
     plan,
     state_tensors,
@@ -116,6 +117,15 @@ def test_the_plan_counts_what_encoding_takes(name):
     counted, taken = (_encoder_bytes(made, 4.0) for made in (shapes(name), family(name)))
     assert taken > 4 * 4.0 * family(name).spec.sample_rate_hz
     assert counted == pytest.approx(taken, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cosyvoice2", "step_audio2", "glm4_voice", "chatterbox"])
+def test_two_steps_of_a_solver_need_as_much_as_all(name, monkeypatch):
+    model = shapes(name)
+    two = launch_bytes(model, 1)
+    monkeypatch.setattr(f"zoo.{name}.flow.solver_steps", lambda num, like: range(num))
+    assert launch_bytes(model, 1) == two
 
 
 def test_a_model_without_references_needs_no_memory_for_encoders():
