@@ -7,8 +7,8 @@ A conversation goes to the replica that remembers it. One that is new to this ga
 its name picks, so that all gateways agree.
 
 The prediction follows from the costs that the engine's admission has learned. It is a function of the number
-of open requests, which the gateway counts itself, because a report is up to a second old: a prediction for
-the requests of that time would send all requests of a second to one replica.
+of open requests, which the gateway counts itself. A report is up to a second old. A prediction for the
+requests of that time would send all requests of a second to one replica.
 """
 
 from __future__ import annotations

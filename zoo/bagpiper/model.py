@@ -39,8 +39,8 @@ from zoo.request import Request
 
 
 class Backbone(nn.Module):
-    """The LM: the table of all ids, the blocks, and the rows of the head by what they score: words and the two
-    ends; and of each stream its pad and its codes, and in the first stream the two ends."""
+    """The LM: the table of all ids, the blocks, and the head in parts. One part scores words and the two ends. Each
+    stream has a part for its pad and its codes; that of the first stream scores the two ends, too."""
 
     offset: Tensor  # [all rows of heads] float32, after prepare(): the share of the streams' vectors
 

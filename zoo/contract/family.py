@@ -191,9 +191,9 @@ class Family(nn.Module, ABC, Generic[S]):
 
     def step(self, state: S, batch: Batch) -> Tensor:
         """Run one step of every slot of the launch -> the report [B, 4]: frames ready, whether the slot is
-        done, the text token of this step or -1, and whether all values were finite; with lanes that open late
-        [B, 5]: also the step from which the second one runs. A slot's first step reads the prompt's last input,
-        so prefill never emits; only this function does."""
+        done, the text token of this step or -1, and whether all values were finite. With lanes that open late it
+        is [B, 5] and ends with the step from which the second lane runs. A slot's first step reads the prompt's
+        last input, so prefill never emits; only this function does."""
         # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between
         # models would become a variable there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # of [B, D]

@@ -1,7 +1,7 @@
 """GLM-4's stack. Half of a head's values turn with the position, in neighbouring pairs.
 
-The shared block turns value i with value i + D/2. So the rows of queries and keys are put into another order when
-they are loaded: pair k goes to places k and k + D/2, and the values that do not turn go behind, with an angle of 0.
+The shared block turns value i with value i + D/2. So the rows of queries and keys are reordered when they are loaded:
+pair k goes to places k and k + D/2. Values that do not turn follow, with an angle of 0.
 Source: THUDM/glm-4-9b, modeling_chatglm.py; transformers 5.23, models/glm.
 """
 

@@ -4,8 +4,8 @@ package is an extra, and imports for seconds.
 It compiles a kernel for each shape when it is first used, with nvcc, which takes 21 s of one core, and keeps it in
 ~/.cache/flashinfer. Source: FlashInfer 0.6.4, decode.py, xqa.py, activation.py.
 
-XQA reads our overlapping pages as they are: data/csrc/xqa/xqa_wrapper.cu takes the strides of a page, a token and a head
-from the tensors, and mhaUtils.cuh (HeadPtr) adds page number * stride, in 32 bits of heads, which `why_not` bounds. Keys
+XQA reads our overlapping pages as they are. data/csrc/xqa/xqa_wrapper.cu takes the strides of a page, a token and a head
+from the tensors. mhaUtils.cuh (HeadPtr) adds page number * stride, in 32 bits of heads, which `why_not` bounds. Keys
 and values behind the length of a sequence are read as 0. It reads the page table and the lengths without a check of
 their type: int32.
 """

@@ -25,9 +25,9 @@ FLASHINFER = "apart, by flashinfer"  # two, of which the second is FlashInfer's
 
 
 class FusedSwiGLU(SwiGLU):
-    """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator; elsewhere
-    the compiler does better with the plain code, and so it does for weights in fp8: it rounds the result for
-    the next product in the same kernel."""
+    """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator. Elsewhere
+    the compiler makes faster code of the plain form. With weights in fp8 it does, too, because the same kernel
+    rounds the result for the next product."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" and x.dtype in DTYPES and isinstance(self.gate_up, FusedLinear):

@@ -4,8 +4,8 @@
                                    │ none are free
                                    └──> the slot takes no step, until paging has found some (`try_again`)
 
-The positions of a second lane before its first step are the same for all requests, so nearly all of its pages
-are shared: a slot computes the last ones alone, and those of a text that is longer than any before.
+The positions of a second lane before its first step are the same for all requests, so slots share nearly all
+of its pages. A slot computes the last positions alone, and all that no earlier text was long enough to need.
 """
 
 from __future__ import annotations

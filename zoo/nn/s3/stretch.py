@@ -216,8 +216,8 @@ def stretch_attention(
 ) -> Tensor:
     """Attend over cached and new positions, as `Seen` defines, and write the new ones to the cache.
 
-    q, k, v [B * L, Q, H * D]; by_distance [B * L, H, Q, distances]: scores that are added, from chunk - 1
-    positions ahead to the farthest behind (see `Distances`); arena and pages: as those of a `PagedLayer`, of
+    q, k, v [B * L, Q, H * D]. by_distance [B * L, H, Q, distances]: scores that are added, from chunk - 1
+    positions ahead to the farthest behind (`encoder.Distances`). arena and pages are those of a `PagedLayer`, of
     which layer number layers[block] is used; layers [_] int64; first: values of a chunk before layer 0. The
     other arguments are those of a `Seen`, with chunk its grid; capacity: places of a past. Returns [B * L, Q, H * D], finite and
     meaningless for padding. This is an operator so that a GPU reads the cache in place, and only what is
