@@ -8,7 +8,7 @@ from benchmarks import device_kernels, device_stretch
 
 
 def test_each_launch_is_compared(monkeypatch):
-    monkeypatch.setattr(device_stretch, "LAUNCHES", ((1, 50, 0), (2, 100, 39)))
+    monkeypatch.setattr(device_stretch, "LAUNCHES", ((1, 50, 0, False), (2, 100, 39, True)))
     found = {}
 
     def compare(name, dtype, operator, given):
@@ -18,13 +18,14 @@ def test_each_launch_is_compared(monkeypatch):
     # plain operators, compared with themselves: a launch that changes its arguments would differ
     assert found == {
         "attention over a stretch, 1 x 50 from 0": 0.0,
-        "attention over a stretch, 2 x 100 from 39": 0.0,
+        "relative attention over a stretch, 2 x 100 from 39": 0.0,
     }
 
 
-def test_a_launch_writes_all_of_its_keys():
-    given = device_stretch.arguments(2, 100, 0)
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_launch_writes_all_of_its_keys(is_relative):
+    given = device_stretch.arguments(2, 100, 0, is_relative)
     mixed, kept = device_stretch.attended(*given)
     assert mixed.shape == given[0].shape and mixed.isfinite().all()
-    changed = (kept != given[3][1:]).any(1)
+    changed = (kept != given[4][1:]).any(1)
     assert int(changed.sum()) == 2 * 2, "a stream writes two chunks of 50 frames"

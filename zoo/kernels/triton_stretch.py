@@ -26,7 +26,6 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 KEPT_VALUES = 2048  # numbers that a program writes at once, of keys and of values each
 # These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "first", "page_values", "num_columns", "per_chunk", "capacity", "chunk"]
-DISTANCES = "num_distances"
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def _scores_by_distance(
     return tl.load(by_distance + place, mask=is_seen, other=0.0).to(tl.float32) * LOG2_E
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, DISTANCES], do_not_specialize_on_alignment=["layers"])
+@triton.jit(do_not_specialize=[*LENGTHS, "num_distances"], do_not_specialize_on_alignment=["layers"])
 def _attend_stretch(
     q: tl.tensor,
     k: tl.tensor,

@@ -32,6 +32,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from zoo.checkpoint.tensor_files import contents, open_file
+from zoo.nn.s3.sizes import NUM_UP_LAYERS
 from zoo.nn.sampling import normal
 from zoo.reference_script import answer, speed
 from zoo.request import AudioClip
@@ -205,6 +206,11 @@ class Listener:
 
 def make_flow(directory: Path, config: Config) -> CausalMaskedDiffWithXvec:
     c = config.flow
+    if c.layers < NUM_UP_LAYERS:  # the reference makes as many empty caches for its upper layers
+        sys.exit(
+            f"its flow needs an encoder of {NUM_UP_LAYERS} layers or more, and this one has {c.layers}; "
+            "`zoo demo-checkpoint step_audio2 DIR --size parity` writes a small one"
+        )
     encoder = UpsampleConformerEncoderV2(
         input_size=c.width,
         output_size=c.width,

@@ -79,9 +79,8 @@ class RelativeAttention(nn.Module):
         """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D], or its pages, and to x, and update it."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         heads = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, Q, dim]
-        scale = (
-            heads.shape[-1] ** -0.5
-        )  # of published sizes a power of two, so the smaller factor can take it
+        # the scale of published sizes is a power of two, so the smaller factor can take it
+        scale = heads.shape[-1] ** -0.5
         p = self.position(distances.table).unflatten(-1, (self.heads, -1)).transpose(0, 1)
         by_distance = ((heads + self.position_bias[:, None]) * scale) @ p.mT  # [B, H, Q, distances]
         if isinstance(cache, PagedLayer):
@@ -89,9 +88,8 @@ class RelativeAttention(nn.Module):
             paged = by_distance, cache.arena, cache.pages, distances.layer, 0, cache.first
             where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
             capacity = cache.num_chunks * seen.grid
-            return self.out(
-                torch.ops.zoo.stretch_attention.default(q, k, v, *paged, *where, capacity, self.heads)
-            )
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, *paged, *where, capacity, self.heads)
+            return self.out(y)
         kv = seen.exchange(cache, torch.cat((k, v), -1))  # [B, K, 2D]
         k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in kv.chunk(2, -1))
         by_place = by_distance.gather(-1, distances.column.expand(-1, self.heads, -1, -1))  # [B, H, Q, K]

@@ -219,9 +219,9 @@ def stretch_attention(
     q, k, v [B * L, Q, H * D]. by_distance [B * L, H, Q, distances]: scores that are added, from chunk - 1
     positions ahead to the farthest behind (`encoder.Distances`). arena and pages are those of a `PagedLayer`, of
     which layer number layers[block] is used; layers [_] int64; first: values of a chunk before layer 0. The
-    other arguments are those of a `Seen`, with chunk its grid; capacity: places of a past. Returns [B * L, Q, H * D], finite and
-    meaningless for padding. This is an operator so that a GPU reads the cache in place, and only what is
-    seen.
+    other arguments are those of a `Seen`, with chunk its grid; capacity: places of a past. Returns
+    [B * L, Q, H * D], finite and meaningless for padding. This is an operator so that a GPU reads the cache in
+    place, and only what is seen.
     """
     if kernels.use_gpu(q):
         where = arena, pages, layers, block, first, index, start, count, num_kept, chunk, capacity, heads
