@@ -204,7 +204,9 @@ def parsed_option(given: str, spec: Spec) -> tuple[str, Value]:
     if not equals:
         raise ValueError(f"--option {given!r} must be NAME=VALUE")
     if name in SAMPLING:
-        raise ValueError(f"{name} has its own flag: --{name.replace('_', '-')} {value}")
+        raise ValueError(
+            f"{name} has its own flag: --{name.replace('_', '-')} {value}, if the command takes it"
+        )
     known = {option.name: option for option in spec.options if option.name not in SAMPLING}
     if name not in known:
         raise ValueError(f"{spec.family} has no option {name!r}; possible: {', '.join(known) or 'none'}")

@@ -73,7 +73,7 @@ def bench(
     given: dict[str, Any] = {"options": options(family.spec)}
     if voice is not None:
         given["voice"] = voice
-    request = request_of(family, frames, given)
+    request = request_of(family, frames, given, is_compared=reference_python is not None)
     if reference_python is not None:
         reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
     counted = work(family, request)
@@ -127,12 +127,20 @@ def bench(
     return result
 
 
-def request_of(family: Family[Any], frames: int, given: dict[str, Any]) -> Request:
-    """Return a request of the given fields. An answer is greedy, since its tokens decide how many steps its frames
-    take, and the reference is to take as many. Raises RequestError."""
-    if family.spec.answers:
-        most = {"max_tokens": frames * family.spec.steps_per_frame}
-        given = given | {"temperature": 0.0, "options": most | given["options"]}
+def request_of(family: Family[Any], frames: int, given: dict[str, Any], is_compared: bool) -> Request:
+    """Return a request of the given fields. Raises RequestError.
+
+    The tokens of an answer decide how many steps its frames take. So they are bounded, and greedy if the
+    reference is to take as many.
+    """
+    spec = family.spec
+    if spec.answers:
+        [option] = (option for option in spec.options if option.name == "max_tokens")
+        assert option.range is not None, "a bound on tokens has a range"
+        most = {"max_tokens": min(frames * spec.steps_per_frame, int(option.range[1]))}
+        given = given | {"options": most | given["options"]}
+        if is_compared:
+            given["temperature"] = 0.0
     return first_request(family, text=TEXT, max_frames=frames, **given)
 
 
@@ -247,13 +255,18 @@ class LaunchTimes:
 
 
 def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[str, Any]:
-    """Measure what `streams` listeners notice and where time goes. Raises RuntimeError if a request fails."""
+    """Measure what `streams` listeners notice and where time goes. Raises RuntimeError if a request fails, and
+    ValueError if none has audio."""
     [model] = engine.models.values()
     model.runner.observer = times = LaunchTimes()
     listeners = Load(engine, rounds, request)
     wall_s = listeners.run(streams)
     model.runner.observer = None
     spec = model.family.spec
+    if not listeners.num_samples:
+        raise ValueError(
+            f"{spec.family} answered without audio, so there is nothing to time; a checkpoint with random weights may"
+        )
     audio_s = listeners.num_samples / spec.sample_rate_hz
     steps = times.launches["step"]
     return {

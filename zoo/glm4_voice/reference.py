@@ -18,7 +18,6 @@ import math
 import sys
 import time
 import types
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,27 +119,6 @@ def make_lm(directory: Path, config: Config) -> GlmForCausalLM:
             tensors[f"{ours}.{norm}.weight"] = found[f"{theirs}.{norm}.weight"]
     model.load_state_dict({name: value.float() for name, value in tensors.items()})
     return model.eval()
-
-
-def said_by(
-    lm: GlmForCausalLM,
-    ids: list[int],
-    stops: tuple[int, ...],
-    num_tokens: int,
-    max_tokens: int,
-    is_whole: Callable[[list[int]], bool] = lambda said: False,
-) -> list[int]:
-    """Return the greedy tokens of an answer, without the one that ends it. is_whole: whether it ends behind these."""
-    said: list[int] = []
-    past, given = DynamicCache(), ids
-    while len(said) < max_tokens and not is_whole(said):
-        logits = lm(torch.tensor([given]), past_key_values=past, use_cache=True).logits[0, -1, :num_tokens]
-        token = int(logits.argmax())
-        if token in stops:
-            break
-        said.append(token)
-        given = [token]
-    return said
 
 
 # --- the speech tokenizer ---
@@ -354,10 +332,17 @@ class Model:
         return ids
 
     def answer(self, ids: list[int], max_tokens: int, max_codes: int = sys.maxsize) -> list[int]:
-        def is_whole(said: list[int]) -> bool:
-            return len(self.codes_of(said)) >= max_codes
-
-        return said_by(self.lm, ids, self.config.lm.stops, self.num_tokens, max_tokens, is_whole)
+        """Return the greedy tokens of an answer, without the one that ends it."""
+        said: list[int] = []
+        past, given = DynamicCache(), ids
+        while len(said) < max_tokens and len(self.codes_of(said)) < max_codes:
+            logits = self.lm(torch.tensor([given]), past_key_values=past, use_cache=True).logits[0, -1]
+            token = int(logits[: self.num_tokens].argmax())
+            if token in self.config.lm.stops:
+                break
+            said.append(token)
+            given = [token]
+        return said
 
     def codes_of(self, tokens: list[int]) -> list[int]:
         return [token - self.first_code for token in tokens if token >= self.first_code]

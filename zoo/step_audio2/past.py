@@ -94,8 +94,7 @@ class PromptTokens(Whole):
     def __init__(self, count: Tensor, num: int):
         super().__init__(count, num)
 
-    def exchange(self, cache: object, new: Tensor) -> Tensor:
-        assert isinstance(cache, Tensor)
+    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
         cache[:, : self.num] = new
         return new
 

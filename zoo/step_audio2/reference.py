@@ -124,8 +124,8 @@ class Lm:
         for at, given in zip(starts, heard, strict=True):
             rows[at + 1 : at + 1 + len(given)] = given
         said: list[int] = []
-        past, end, num_codes = DynamicCache(), self.id("<|EOT|>"), 0
-        while len(said) < max_tokens and num_codes < max_codes:
+        past, end, num_spoken = DynamicCache(), self.id("<|EOT|>"), 0
+        while len(said) < max_tokens and num_spoken < max_codes:
             logits = self.model(inputs_embeds=rows[None], past_key_values=past, use_cache=True).logits[0, -1]
             seen = torch.tensor(sorted({*ids, *said}))
             scores = logits[seen]
@@ -134,7 +134,7 @@ class Lm:
             if token == end:
                 break
             said.append(token)
-            num_codes += 0 <= token - self.first_code < self.num_codes
+            num_spoken += 0 <= token - self.first_code < self.num_codes
             rows = self.model.model.embed_tokens(torch.tensor([token]))
         return said
 
@@ -206,7 +206,7 @@ class Listener:
 
 def make_flow(directory: Path, config: Config) -> CausalMaskedDiffWithXvec:
     c = config.flow
-    if c.layers < NUM_UP_LAYERS:  # the reference makes as many empty caches for its upper layers
+    if c.layers < NUM_UP_LAYERS:  # it makes a cache for each of these, and reads one for each upper layer
         sys.exit(
             f"its flow needs an encoder of {NUM_UP_LAYERS} layers or more, and this one has {c.layers}; "
             "`zoo demo-checkpoint step_audio2 DIR --size parity` writes a small one"

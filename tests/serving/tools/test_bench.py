@@ -75,17 +75,36 @@ def test_the_requests_have_the_given_options(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["glm4_voice", "step_audio2", "bagpiper"])
-def test_answers_are_greedy_and_bounded_so_that_the_reference_takes_as_many_steps(name):
+def test_answers_are_bounded_and_greedy_if_the_reference_is_to_take_as_many_steps(name):
     model = family(name)
-    request = request_of(model, 5, {"options": {}})
+    request = request_of(model, 5, {"options": {}}, is_compared=True)
     assert request.temperature == 0 and request.max_frames == 5
     assert request.options == {"max_tokens": 5 * model.spec.steps_per_frame}
-    assert request_of(model, 5, {"options": {"max_tokens": 7}}).options == {"max_tokens": 7}
+    asked = request_of(model, 5, {"options": {"max_tokens": 7}}, is_compared=False)
+    assert asked.options == {"max_tokens": 7} and asked.temperature is None
+
+
+def test_the_bound_on_an_answer_is_one_that_the_model_takes():
+    assert request_of(family("bagpiper"), 50, {"options": {}}, is_compared=False).options == {
+        "max_tokens": 24
+    }
 
 
 def test_texts_are_spoken_with_the_usual_temperature():
-    request = request_of(family("orpheus"), 5, {"options": {}})
+    request = request_of(family("orpheus"), 5, {"options": {}}, is_compared=True)
     assert request.temperature is None and request.options == {}
+
+
+def test_an_answer_without_audio_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr(reference, "script", lambda name: None)
+    with pytest.raises(ValueError, match="glm4_voice answered without audio"):
+        bench(
+            str(directory("glm4_voice", "tiny")),
+            streams=(1,),
+            device="cpu",
+            compile=False,
+            reference_python="python",
+        )
 
 
 def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):

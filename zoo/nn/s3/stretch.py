@@ -114,13 +114,11 @@ class Seen:
             self._sight = mask, distance.clamp(1 - self.grid, self.max_distance)
         return self._sight
 
-    def exchange(self, cache: Tensor | PagedLayer, new: Tensor) -> Tensor:
+    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
         """Return the cached and the new positions [B, held + Q, ...], and write the new ones to the cache.
 
-        cache [S, capacity + 1, ...], or its pages; new [B, Q, ...].
+        cache [S, capacity + 1, ...]; new [B, Q, ...].
         """
-        if isinstance(cache, PagedLayer):
-            return torch.cat((cache.exchange(self, new), new), 1)
         whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole
@@ -186,7 +184,7 @@ class Whole(Seen):
         place = like.new_zeros(1, len(self.slots), 1, lanes, width)
         return place.expand(layers, -1, -1, -1, -1)
 
-    def exchange(self, cache: Tensor | PagedLayer, new: Tensor) -> Tensor:
+    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
         return new
 
 
