@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import errno
 import io
 import json
@@ -57,8 +58,12 @@ def server(near, tmp_path, where):
         yield server
 
 
+@contextlib.contextmanager
 def started(tmp_path, where, **options):
-    return Server(tmp_path, works=WorksSettings(str(where)), **options)
+    """Start a server, and wait until it has read the works: it answers other requests before."""
+    with Server(tmp_path, **{"works": WorksSettings(str(where)), **options}) as server:
+        until(lambda: not str(server.app.state.works.problem).startswith("the works are being read"))
+        yield server
 
 
 def post(server, text, name="book.txt", headers=None, **fields):
@@ -68,7 +73,6 @@ def post(server, text, name="book.txt", headers=None, **fields):
 
 
 def add(server, text, name="book.txt", **fields):
-    until(lambda: server.app.state.works.problem is None)
     answer = post(server, text, name, **fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["id"]
@@ -150,7 +154,6 @@ def test_a_document_becomes_a_book_with_chapter_marks(tmp_path, where):
 @pytest.mark.slow
 def test_the_process_says_in_one_line_what_it_cannot_read(tmp_path, where):
     with started(tmp_path, where) as server:
-        until(lambda: server.app.state.works.problem is None)
         refused = error(post(server, "no", "book.epub"), 400)
         assert refused == {
             "message": "book.epub is not an EPUB: it is not a ZIP file",
@@ -258,11 +261,10 @@ def test_a_damaged_work_is_left_alone_and_the_others_go_on(near, tmp_path, where
 
 
 def test_only_one_server_uses_a_directory(server, near, tmp_path, where):
-    until(lambda: server.app.state.works.problem is None)
     (tmp_path / "other").mkdir()
     with started(tmp_path / "other", where) as other:
-        until(lambda: "another server" in str(other.app.state.works.problem))
-        assert error(post(other, "frames 1"), 503)["code"] == "works_unavailable"
+        refused = error(post(other, "frames 1"), 503)
+        assert refused["code"] == "works_unavailable" and "another server" in refused["message"]
 
 
 def test_equal_works_give_equal_files(server):
@@ -379,8 +381,7 @@ def write_but_not(ending):
 
 def test_the_limits_of_works(near, tmp_path, where):
     works = WorksSettings(str(where), num=2, document_bytes=50_000, disk_bytes=6000)
-    with Server(tmp_path, works=works, limits=Limits(reference_bytes=1000)) as server:
-        until(lambda: server.app.state.works.problem is None)
+    with started(tmp_path, where, works=works, limits=Limits(reference_bytes=1000)) as server:
         assert error(post(server, "x" * 1_200_000), 413)["code"] == "body_too_large"
         assert error(post(server, "x" * 7000), 507)["code"] == "no_room"
         id = add(server, "frames 900 " + "x" * 900)
@@ -393,7 +394,6 @@ def test_the_limits_of_works(near, tmp_path, where):
 
 
 def test_a_document_that_is_too_long_is_refused(server, where, monkeypatch):
-    until(lambda: server.app.state.works.problem is None)
     monkeypatch.setattr(books, "MAX_CHAPTERS", 1)
     assert "has 2 chapters; a work has up to 1" in error(post(server, TWO, "b.md"), 400)["message"]
     monkeypatch.setattr(books, "MAX_CHARS", 40)
@@ -403,7 +403,6 @@ def test_a_document_that_is_too_long_is_refused(server, where, monkeypatch):
 
 
 def test_a_client_that_leaves_while_its_document_is_read_leaves_nothing(server, where, monkeypatch):
-    until(lambda: server.app.state.works.problem is None)
     monkeypatch.setattr(process, "_run", lambda *_: hang())
     with pytest.raises(httpx.ReadTimeout):
         server.http.post(WORKS, files={"document": ("b.txt", b"frames 1")}, timeout=0.3)
@@ -430,7 +429,6 @@ def test_a_client_that_leaves_while_its_document_is_read_leaves_nothing(server, 
     ],
 )
 def test_a_wrong_form_is_refused_in_one_line(server, where, text, fields, param, says):
-    until(lambda: server.app.state.works.problem is None)
     refused = error(post(server, text, **fields), 400)
     assert refused["param"] == param and says in refused["message"]
     assert files(where) == [] and server.engine.asked == {}
@@ -538,7 +536,6 @@ def test_metrics_count_works_by_state(server, where):
 
 
 def test_without_beautifulsoup_an_epub_is_refused_with_the_extra(server, monkeypatch):
-    until(lambda: server.app.state.works.problem is None)
     monkeypatch.setitem(sys.modules, "bs4", None)
     assert server.http.get(WORKS).json()["accepts"] == [".md", ".markdown", ".txt"]
     file = io.BytesIO()
@@ -556,7 +553,6 @@ def test_a_server_without_a_directory_keeps_no_works(tmp_path):
 
 def test_a_random_voice_is_refused_and_a_recording_is_spoken_with(near, tmp_path, where):
     with started(tmp_path, where, models=[RANDOM]) as server:
-        until(lambda: server.app.state.works.problem is None)
         assert "another voice for each part" in error(post(server, "frames 1"), 400)["message"]
         sample = base64.b64encode(recording()).decode()
         assert "ref_audio" in error(post(server, "x", options='{"ref_audio": "AAAA"}'), 400)["message"]
@@ -571,7 +567,6 @@ def test_a_key_sees_its_own_works_alone(near, tmp_path, where):
     path.write_text(json.dumps(KEYS))
     anna, bert = ({"authorization": f"Bearer sk-{name}"} for name in ("anna", "bert"))
     with started(tmp_path, where, api_keys=str(path)) as server:
-        until(lambda: server.app.state.works.problem is None)
         id = post(server, "frames 240", headers=anna).json()["id"]
         assert error(server.http.get(WORKS), 401)
         assert len(server.http.get(WORKS, headers=anna).json()["data"]) == 1
