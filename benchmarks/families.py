@@ -18,15 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import zoo
 from benchmarks.device_parts import tell
 
 # whole renders, as their references do
 POLICY = dict.fromkeys(("cosyvoice2", "glm4_voice", "step_audio2"), "throughput")
-# Language models that are published in bf16, though their demo checkpoints have float32 unless asked.
-IN_BF16 = ("glm4_voice", "step_audio2")
 HEADER = "| family | streams | audio-s/s | reference | ratio | of the floor |\n|---|---|---|---|---|---|"
 
 
@@ -49,8 +45,7 @@ def checkpoint(family: str, directory: Path) -> Path:
     """Return the family's demo checkpoint of size `mid`, which is written if it is missing."""
     place = directory / f"{family}-mid"
     if not place.exists():
-        how = {"dtype": torch.bfloat16} if family in IN_BF16 else {}
-        zoo.families()[family].write_demo(place, "mid", **how)
+        zoo.families()[family].write_demo(place, "mid")
     return place
 
 

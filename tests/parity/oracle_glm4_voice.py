@@ -44,7 +44,7 @@ def clip(name: str) -> Tensor:
 @torch.inference_mode()
 def main() -> None:
     FIXTURES.mkdir(exist_ok=True)
-    directory = demo.write(Path(tempfile.mkdtemp()) / "parity", "parity", SEED)
+    directory = demo.write(Path(tempfile.mkdtemp()) / "parity", "parity", SEED, torch.float32)
     model = Model(directory)
     config, vocabulary = model.config, model.vocabulary
     flow, vocoder, listener = model.flow, model.vocoder, model.listener

@@ -154,7 +154,7 @@ def make_speech(directory: Path, config: Config) -> None:
 
 def main() -> None:
     FIXTURES.mkdir(exist_ok=True)
-    directory = demo.write(Path(tempfile.mkdtemp()) / "parity", "parity", SEED)
+    directory = demo.write(Path(tempfile.mkdtemp()) / "parity", "parity", SEED, torch.float32)
     config = Config.read(directory)
     make_answers(directory, config)
     make_speech(directory, config)

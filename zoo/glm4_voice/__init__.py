@@ -141,4 +141,4 @@ def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.
 
     from zoo.glm4_voice.demo import write
 
-    return write(directory, size, seed, dtype or torch.float32)
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -288,7 +288,7 @@ def fill(name: str, shape: tuple[int, ...], seed: int, loud: list[int]) -> np.nd
 
 
 def write(
-    directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32
+    directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
     """Write a checkpoint with its tokenizer and decoder. dtype: of the LM; the others are float32, as published.
 

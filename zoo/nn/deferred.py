@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.nn.narrow import NarrowLayer
+
 Shape = tuple[int, ...]
 _building = threading.Lock()  # accelerate changes nn.Module while it builds
 
@@ -27,13 +29,22 @@ class Deferred(nn.Module):
         super().__init__()
         self._built: list[nn.Module] = []  # in a list: no submodule, because its tensors are already ours
         for name, shape in shapes.items():
-            *path, leaf = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            owner.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+            path, _, leaf = name.rpartition(".")
+            owner = self._owner(path)
+            if leaf == "weight" and len(shape) == 2:  # a layer that may keep bf16
+                layer = nn.Linear(*shape[::-1], bias=f"{path}.bias" in shapes)
+                self.set_submodule(path, layer)
+            elif leaf not in owner._parameters:
+                owner.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+
+    def _owner(self, path: str) -> nn.Module:
+        """Return the submodule at a path, which is made if it is missing."""
+        owner: nn.Module = self
+        for part in filter(None, path.split(".")):
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes over: the tensors. It builds a module of its own around them."""
@@ -58,8 +69,14 @@ class Deferred(nn.Module):
         with init_empty_weights(include_buffers=False):
             module = self.build()
         tensors = self.state_dict()
+        where = next(iter(tensors.values())).device
+        for path, ours in self.named_modules():
+            if isinstance(ours, NarrowLayer) and isinstance(module.get_submodule(path), nn.Linear):
+                module.set_submodule(path, ours)
+            elif isinstance(ours, NarrowLayer):
+                tensors[f"{path}.weight"] = ours.weight.to(ours.dtype)
         module.load_state_dict(tensors, assign=True)
-        return module.to(next(iter(tensors.values())).device).eval().requires_grad_(False)
+        return module.to(where).eval().requires_grad_(False)
 
 
 def scratch(num_values: int, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from compile_cache import choices
 from zoo import kernels
 from zoo.nn.block import PreNormBlock
 from zoo.nn.blocked_stack import pack_stacks
+from zoo.nn.deferred import Deferred
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear, can_be_packed, has_16_bits
@@ -29,14 +30,18 @@ FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False) -> None:
     """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free
     the plain weights. Weights that have only 16 bits stay in bf16 if that is faster, and embeddings stay in
-    bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Does nothing if the
-    model is not on a CPU, or if this build or machine lacks the kernels.
+    bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Encoders of other
+    packages stay as they are. Does nothing if the model is not on a CPU, or if this build or machine lacks the
+    kernels.
 
     is_int8: weights of 16 bits are rounded to 8 where `is_rounded`.
     """
+    others = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Deferred))
     # paths, because a list of layers would keep all plain weights until the last one is packed
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     for path in paths:
+        if path.startswith(others):
+            continue
         parent, child = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
         if isinstance(child, nn.Embedding | Tables):
             model.set_submodule(path, narrowed(child, least_bytes))

@@ -139,4 +139,4 @@ def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.
 
     from zoo.step_audio2.demo import write
 
-    return write(directory, size, seed, dtype or torch.float32)
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -273,7 +273,7 @@ def fill(name: str, shape: tuple[int, ...], seed: int, ids: Mapping[str, int]) -
 
 
 def write(
-    directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32
+    directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
     """Write a checkpoint. dtype: of the model's shards; the others are float32, as published.
 

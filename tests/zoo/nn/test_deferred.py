@@ -13,6 +13,8 @@ from models import directory, family
 
 import zoo
 from serving.engine.memory.memory_plan import peak_bytes
+from zoo.checkpoint import loading
+from zoo.nn.deferred import Deferred
 from zoo.request import AudioClip, Reference, Request
 
 NO_CLONE = """
@@ -60,6 +62,22 @@ def test_the_built_module_shares_the_tensors_and_a_copy_has_its_own():
     assert copied.module.get_parameter(name).data_ptr() == copied.get_parameter(name).data_ptr()
     assert copied.get_parameter(name).data_ptr() != ours.data_ptr()
     assert len(list(hubert.parameters())) == len(hubert.state_dict())  # the built module is no second owner
+
+
+@pytest.mark.parametrize("name", ["bagpiper", pytest.param("step_audio2", marks=pytest.mark.slow)])
+def test_an_encoder_of_bf16_weights_keeps_them_and_computes_in_float32(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "LEAST_NUMBERS", 1024)
+    place = zoo.families()[name].write_demo(tmp_path / name, "tiny", dtype=torch.bfloat16)
+    plain, kept = (find(zoo.load(place, "cpu", "float32", keeps_bf16=keeps)) for keeps in (False, True))
+    matrices = [weight for weight in kept.parameters() if weight.ndim == 2 and weight.numel() >= 1024]
+    assert {weight.dtype for weight in matrices} == {torch.bfloat16}
+    mel = torch.randn(plain.config.mels, 301)
+    heard = plain(mel)
+    assert heard.dtype == torch.float32 and torch.equal(kept(mel), heard)
+
+
+def find(model):
+    return next(module for module in model.modules() if isinstance(module, Deferred))
 
 
 def test_a_clone_of_each_family_reads_its_recording():
