@@ -5,8 +5,8 @@ kernel, and list what makes the host wait.
 
 Needs `pip install -e .[rehearse]` (the triton wheel for the torch version, 200 MB) and g++, but no CUDA. It
 runs the project's own path, `zoo.load`, `Arena`, `Runner` and `lower`, over fake tensors with the shapes of a
-demo checkpoint. `tiny` takes a minute or two, a published size five. The exit status is 1 if a graph breaks,
-a kernel does not build or a launch makes the host wait. `benchmarks/predict.py` turns the JSON into times.
+demo checkpoint, which takes minutes. The exit status is 1 if a graph breaks, a kernel does not build or a launch
+makes the host wait. `benchmarks/predict.py` turns the JSON into times.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def rehearse(
     is_built: bool = True,
     parts: Collection[str] = PARTS,
     weights: str = "published",
+    is_largest_window: bool = False,
 ) -> Rehearsal:
+    """Run a model's parts on a pretended card. is_largest_window: renders have windows of the largest size
+    only."""
     path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
     log = Log(cache=L2(CARDS[card_name].L2_cache_size))
     with (
@@ -137,7 +140,7 @@ def rehearse(
         family = shapes.load(path, mode)
         if weights == "fp8":
             fp8.round_weights(family)
-        runner = Rehearsed(family, slots, CONTEXT, log, codec)
+        runner = Rehearsed(family, slots, CONTEXT, log, codec, is_largest_window)
         spec = family.spec
         # a tensor that was made from an array has symbols for its sizes
         memory = MemoryPlan(**{name: int(n) for name, n in asdict(plan(family, max(slots))).items()})
@@ -152,12 +155,12 @@ def rehearse(
                 runner.count_step(num_slots)
             if log.launches != result.parts[-1].launches:
                 result.parts.append(_part(log, APART, num_slots))
-        for num_prompts in PROMPTS if "prefill" in parts else ():
+        for num_prompts in (n for n in PROMPTS if n <= max(slots) and "prefill" in parts):
             runner.count_prefill([PROMPT_TOKENS] * num_prompts)
             result.parts.append(_part(log, "prefill", num_prompts))
         # A render's bytes and FLOPs are linear between the fewest slots and the most.
         ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
-        for num_slots, frames in product(ends, spec.window.sizes):
+        for num_slots, frames in product(ends, runner.windows):
             for length in spec.window.lengths or (0,):
                 runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
@@ -178,7 +181,7 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     A prefill has one graph. Each part of a render has its graphs for all shapes together."""
     spec, how_rendered, sizes = runner.family.spec, runner.lowered.how[2], runner.sizes
     window = spec.window
-    buckets = [sizes.render_buckets(frames) for frames in window.sizes]
+    buckets = [sizes.render_buckets(frames) for frames in runner.windows]
     renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
     if isinstance(how_rendered, Parts):
         renders = num_graphs([size for few in buckets for size in few]) * len(how_rendered.parts)
@@ -229,7 +232,7 @@ def report(result: Rehearsal) -> Iterator[str]:
         yield from (f"  {part.name}: {what}, {n} times" for what, n in (part.waits | part.copies).items())
     if result.built is not None:
         built = result.built
-        yield f"{built.num_kernels} kernels, {built.num_configurations} configurations, {len(built.failed)} failed"
+        yield f"{built.num_kernels} kernels, {len(built.failed)} failed"
         spilled = ", ".join(built.spilled) or "none"
         yield f"at most {built.max_registers} registers, {built.max_shared_bytes} bytes shared; registers spilled: {spilled}"
     yield from result.problems

@@ -203,7 +203,6 @@ class Built:
     """The results of ptxas. spilled: names of kernels whose registers spill to memory."""
 
     num_kernels: int = 0
-    num_configurations: int = 0
     max_registers: int = 0
     max_shared_bytes: int = 0
     spilled: list[str] = field(default_factory=list)
@@ -214,7 +213,8 @@ SPILLED_BYTES = 256  # bytes of stack a thread; functions such as sin and cos us
 
 
 def build(kernels: Kernels) -> Built:
-    """Build every configuration of every kernel to a cubin with triton's ptxas. Failures are kept by name."""
+    """Build every kernel to a cubin with triton's ptxas, in the first of the configurations between which a device
+    would choose. Failures are kept by name."""
     compilers = [(name, partial(_compile, name, source)) for name, source in kernels.sources.values()]
     compilers += [(name, partial(_compile_ours, compiler)) for name, compiler in kernels.ours.items()]
     built = Built(num_kernels=len(compilers))
@@ -224,25 +224,25 @@ def build(kernels: Kernels) -> Built:
         except Exception as error:  # whatever the compiler raises is a result
             built.failed[name] = str(error).strip().splitlines()[-1]
             continue
-        for one in compiled:
-            registers, stack = _resources(one.asm["cubin"])
-            built.num_configurations += 1
-            built.max_registers = max(built.max_registers, registers)
-            built.max_shared_bytes = max(built.max_shared_bytes, one.metadata.shared)
-            if stack > SPILLED_BYTES and name not in built.spilled:
-                built.spilled.append(name)
+        registers, stack = _resources(compiled.asm["cubin"])
+        built.max_registers = max(built.max_registers, registers)
+        built.max_shared_bytes = max(built.max_shared_bytes, compiled.metadata.shared)
+        if stack > SPILLED_BYTES and name not in built.spilled:
+            built.spilled.append(name)
     return built
 
 
-def _compile(name: str, source: str) -> list[Any]:
+def _compile(name: str, source: str) -> Any:
     kernel = async_compile._load_triton_kernel_from_source(name, source)
-    kernel.precompile(warm_cache_only=True)
-    return [result.kernel for result in kernel.compile_results]
+    if kernel.configs is not None:  # this process has not built the same source before
+        del kernel.configs[1:]
+        kernel.precompile(warm_cache_only=True)
+    return kernel.compile_results[0].kernel
 
 
-def _compile_ours(compiler: partial[Any]) -> list[Any]:
+def _compile_ours(compiler: partial[Any]) -> Any:
     compiler.args[0].device_caches.clear()  # cached for another card
-    return [compiler()]
+    return compiler()
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

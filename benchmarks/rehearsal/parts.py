@@ -31,10 +31,20 @@ SPEECH_HZ = 16_000  # of what a user says
 class Rehearsed(Runner):
     """A runner that counts its launches. Each happens as it would be recorded, but none is recorded."""
 
-    def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log, codec: str):
+    def __init__(
+        self,
+        family: Family[Any],
+        slots: Sequence[int],
+        context: int,
+        log: Log,
+        codec: str,
+        is_largest_window: bool,
+    ):
         kv_memory_bytes = usual_kv_bytes(family, max(slots))
         super().__init__(family, max(slots), Arena([family], kv_memory_bytes), codec=codec)
         self.context, self.log = context, log
+        sizes = family.spec.window.sizes
+        self.windows = (max(sizes),) if is_largest_window else sizes
         self.sizes.buckets = self.sizes.render_batches = sorted(slots)
         self.plain = self.lowered.step, self.lowered.prefill, self.lowered.render
         self.lowered.step, self.lowered.prefill = self.launch_step, self.launch_prefill
@@ -72,13 +82,13 @@ class Rehearsed(Runner):
         step, prefill, render = (
             how != Eager() and part in parts for part, how in zip(names, self.lowered.how, strict=True)
         )
-        window = self.family.spec.window
+        lengths = self.family.spec.window.lengths or (0,)
         with mock.patch.object(Graphs, "record", lambda graphs, key, launch: launch()):
             if step:
                 warm_step(self)
             if prefill:
                 warm_prefill(self)
-            for frames, length in product(window.sizes, window.lengths or (0,)) if render else ():
+            for frames, length in product(self.windows, lengths) if render else ():
                 warm_render(self, frames, length)
 
     def count_step(self, num_slots: int) -> None:
