@@ -2,8 +2,8 @@
 
     python benchmarks/products.py DIR [--streams 1 2 4 8 16] [--threads 1]
 
-Each layout is used for all large matrices, and the last row has the faster one for each shape. A server uses ours in
-stacks of blocks, which are one operator there.
+Each layout is used for all large matrices, and the last row has the faster one for each shape, without int8. A server
+uses ours in stacks of blocks, which are one operator there.
 Products run in the order of a step, so a matrix that is read fifteen times a frame counts fifteen times.
 """
 
@@ -34,7 +34,13 @@ from zoo.nn.pack import pack
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear
 
 PRODUCTS = (nn.Linear, FusedLinear, BlockedLinear, BlockedSwiGLU, PackedLinear)
-LAYOUTS = {"onednn": "oneDNN's, 32 bits", "blocks": "ours", None: "the faster one"}
+# the form of all large matrices (None: the faster one for each shape), and whether they are rounded to int8
+LAYOUTS: dict[str, tuple[str | None, bool]] = {
+    "oneDNN's, 32 bits": ("onednn", False),
+    "ours": ("blocks", False),
+    "ours, int8": ("blocks", True),
+    "the faster one": (None, False),
+}
 TRIES = 7
 
 
@@ -42,12 +48,14 @@ def assumed(layout: str | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if layout is None else choices.assumed(layout)
 
 
-def calls_of_a_step(directory: str, streams: int, layout: str | None) -> list[tuple[nn.Module, Tensor]]:
+def calls_of_a_step(
+    directory: str, streams: int, layout: str | None, is_int8: bool = False
+) -> list[tuple[nn.Module, Tensor]]:
     """Return the products of an eager step and what each of them reads, in their order."""
     family = zoo.load(directory, "cpu", "float32", keeps_bf16=True)
     # blocks apart, so that each product is called and has every layout
     with mock.patch.object(PreNormBlock, "is_stacked", False), assumed(layout):
-        pack(family)
+        pack(family, is_int8=is_int8)
     lanes, pages = family.spec.lanes, 4
     arena = Arena([family], (streams * lanes * pages + 2) * common_page_bytes([family]))
     runner = Runner(family, streams, arena, compile=False)
@@ -90,8 +98,8 @@ def main() -> None:
     kernels.build()
     print(f"| layout, ms | {' | '.join(map(str, options.streams))} |\n|{'---|' * (1 + len(options.streams))}")
     with torch.inference_mode():
-        for layout, name in LAYOUTS.items():
-            found = [best_ms(calls_of_a_step(options.directory, num, layout)) for num in options.streams]
+        for name, how in LAYOUTS.items():
+            found = [best_ms(calls_of_a_step(options.directory, num, *how)) for num in options.streams]
             print(f"| {name} | {' | '.join(f'{ms:.1f}' for ms in found)} |", flush=True)
 
 

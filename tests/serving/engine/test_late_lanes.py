@@ -70,6 +70,7 @@ def test_a_text_has_the_pages_of_one_lane():
     assert not any(second for _, second in held)
 
 
+@pytest.mark.slow
 def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speech():
     """They delay the first audio, and are no audio."""
     served = engine()
