@@ -31,9 +31,8 @@ class Deferred(nn.Module):
         for name, shape in shapes.items():
             path, _, leaf = name.rpartition(".")
             owner = self._owner(path)
-            if leaf == "weight" and len(shape) == 2:  # a layer that may keep bf16
-                layer = nn.Linear(*shape[::-1], bias=f"{path}.bias" in shapes)
-                self.set_submodule(path, layer)
+            if leaf == "weight" and len(shape) == 2:  # a layer or an embedding, which may keep bf16
+                self.set_submodule(path, nn.Linear(*shape[::-1], bias=f"{path}.bias" in shapes))
             elif leaf not in owner._parameters:
                 owner.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
 
@@ -70,10 +69,11 @@ class Deferred(nn.Module):
             module = self.build()
         tensors = self.state_dict()
         where = next(iter(tensors.values())).device
-        for path, ours in self.named_modules():
-            if isinstance(ours, NarrowLayer) and isinstance(module.get_submodule(path), nn.Linear):
+        narrow = ((path, ours) for path, ours in self.named_modules() if isinstance(ours, NarrowLayer))
+        for path, ours in narrow:
+            if isinstance(module.get_submodule(path), nn.Linear):
                 module.set_submodule(path, ours)
-            elif isinstance(ours, NarrowLayer):
+            else:  # an embedding
                 tensors[f"{path}.weight"] = ours.weight.to(ours.dtype)
         module.load_state_dict(tensors, assign=True)
         return module.to(where).eval().requires_grad_(False)
