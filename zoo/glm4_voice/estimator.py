@@ -11,15 +11,19 @@ Source: THUDM/GLM-4-Voice at eb00ce9, cosyvoice/flow/decoder.py; Matcha-TTS (arX
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.glm4_voice.config import FlowConfig
 from zoo.nn.cfm import sinusoid
-from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
+from zoo.nn.s3.estimator import TransformerBlock, mish
 from zoo.nn.s3.sizes import MELS
+from zoo.nn.s3.stretch import Whole, may_follow_values
 
 KERNEL, GROUPS = 3, 8
 
@@ -28,6 +32,8 @@ class GroupNorm(nn.GroupNorm):
     """Normalise groups of channels over the frames that are there: x [B, C, T], mask [B, 1, T] of 0 and 1."""
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        if may_follow_values(x) and mask.all():  # a CPU renders each row alone, so nothing is padded
+            return self(x)
         groups = x.unflatten(1, (self.num_groups, -1))  # [B, G, C / G, T]
         there = mask[:, None]
         count = there.sum((2, 3), keepdim=True) * groups.shape[2]
@@ -46,7 +52,7 @@ class ConvBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Apply convolution, norm and mish to x [B, C, T], which is zero in padding. Returns [B, Cout, T]."""
-        return F.mish(self.norm.masked(self.conv(x), mask)) * mask
+        return mish(self.norm.masked(self.conv(x), mask)) * mask
 
 
 class Resnet(nn.Module):
@@ -63,28 +69,21 @@ class Resnet(nn.Module):
         return self.block2(y, mask) + self.shortcut(x) * mask
 
 
-class TransformerBlock(nn.Module):
-    reads_many_rows = True
+@dataclass
+class Level:
+    """Which frames of one level are there."""
 
-    def __init__(self, channels: int, heads: int, head_dim: int):
-        super().__init__()
-        self.heads = heads
-        inner = heads * head_dim
-        self.attention_norm = nn.LayerNorm(channels)
-        self.qkv = FusedLinear(channels, (inner,) * 3)
-        self.out = nn.Linear(inner, channels)
-        self.mlp_norm = nn.LayerNorm(channels)
-        self.widen = nn.Linear(channels, 4 * channels)
-        self.narrow = nn.Linear(4 * channels, channels)
+    mask: Tensor  # [B, 1, T]: 1 for frames that are there
+    seen: Whole
+    scores: Tensor  # [B, 1, 1, T], for attention: -inf for the others
+    cache: Tensor  # [B, 1, 1, 2 * inner], which nothing reads
 
-    def forward(self, x: Tensor, sees: Tensor) -> Tensor:
-        """Apply the block to x [B, T, C]. sees [B, 1, 1, T] bool: the positions that are there."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x))
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+    @classmethod
+    def of(cls, mask: Tensor, inner: int) -> Level:
+        """mask [B, 1, T]; inner: the width of an attention's keys"""
+        seen = Whole(mask.sum((1, 2)).long(), mask.shape[2])
+        scores = torch.zeros_like(mask).masked_fill(mask == 0, -torch.inf)[:, None]
+        return cls(mask, seen, scores, seen.scratch(mask, 1, 1, 2 * inner)[0])
 
 
 class Stage(nn.Module):
@@ -97,13 +96,13 @@ class Stage(nn.Module):
         sizes = out_channels, config.estimator_heads, config.head_dim
         self.blocks = nn.ModuleList(TransformerBlock(*sizes) for _ in range(config.num_blocks))
 
-    def forward(self, x: Tensor, mask: Tensor, shift: Tensor) -> Tensor:
+    def forward(self, x: Tensor, level: Level, shift: Tensor) -> Tensor:
         """x [B, C, T] -> [B, Cout, T], zero in padding"""
-        rows = self.resnet(x, mask, shift).mT
-        sees = mask[:, None] > 0
+        rows = self.resnet(x, level.mask, shift).mT
+        block: Any
         for block in self.blocks:
-            rows = block(rows, sees)
-        return rows.mT * mask
+            rows = block.in_rows(rows, level.seen, level.scores, level.cache)
+        return rows.mT * level.mask
 
 
 class Estimator(nn.Module):
@@ -112,6 +111,7 @@ class Estimator(nn.Module):
     def __init__(self, config: FlowConfig):
         super().__init__()
         channels = config.channels
+        self.inner = config.estimator_heads * config.head_dim
         self.time1 = nn.Linear(4 * MELS, 4 * channels)
         self.time2 = nn.Linear(4 * channels, 4 * channels)
         self.downs = nn.ModuleList((Stage(config, 4 * MELS), Stage(config, channels)))
@@ -133,19 +133,23 @@ class Estimator(nn.Module):
         shifts = torch.stack([stage.resnet.time(time) for stage in stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
 
-    def forward(self, x: Tensor, mask: Tensor, shifts: Tensor) -> Tensor:
+    def levels(self, mask: Tensor) -> tuple[Level, Level]:
+        """Return both levels of frames, of which those are there whose mask [B, 1, T] is 1."""
+        return Level.of(mask, self.inner), Level.of(mask[..., ::2], self.inner)
+
+    def forward(self, x: Tensor, levels: tuple[Level, Level], shifts: Tensor) -> Tensor:
         """Return the velocity [B, MELS, T] of x [B, 4 * MELS, T].
 
-        mask [B, 1, T]: 1 for frames that are there; shifts [stages, channels]: of one step of the solver.
+        shifts [stages, channels]: of one step of the solver.
         """
         first_down, second_down, *middle, first_up, second_up = shifts.unbind(0)
-        half = mask[..., ::2]
-        x = kept = self.downs[0](x * mask, mask, first_down)
-        x = kept_half = self.downs[1](self.shrink(x) * half, half, second_down)
-        x = self.down_conv(x) * half
+        whole, half = levels
+        x = kept = self.downs[0](x * whole.mask, whole, first_down)
+        x = kept_half = self.downs[1](self.shrink(x) * half.mask, half, second_down)
+        x = self.down_conv(x) * half.mask
         for stage, shift in zip(self.middle, middle, strict=True):
             x = stage(x, half, shift)
         x = self.ups[0](torch.cat((x, kept_half), 1), half, first_up)
-        x = self.grow(x)[..., : mask.shape[2]] * mask
-        x = self.ups[1](torch.cat((x, kept), 1), mask, second_up)
-        return self.out(self.final(self.up_conv(x) * mask, mask)) * mask
+        x = self.grow(x)[..., : whole.mask.shape[2]] * whole.mask
+        x = self.ups[1](torch.cat((x, kept), 1), whole, second_up)
+        return self.out(self.final(self.up_conv(x) * whole.mask, whole.mask)) * whole.mask

@@ -110,26 +110,47 @@ inline void transpose(const float* const rows[16], float* to, int64_t stride) {
         _mm512_storeu_ps(to + (j + 12) * stride, _mm512_shuffle_f32x4(second, fourth, 0xdd));
     }
 }
+#elif defined(__FMA__)
+// Transpose 8 rows of 8 units to 8 columns, `stride` apart.
+inline void transpose(const float* const rows[8], float* to, int64_t stride) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)  // a column of each half of the four rows
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m256d low = _mm256_castps_pd(b[i + j]), high = _mm256_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high)), a[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        _mm256_storeu_ps(to + j * stride, _mm256_permute2f128_ps(a[j], a[j + 4], 0x20));
+        _mm256_storeu_ps(to + (j + 4) * stride, _mm256_permute2f128_ps(a[j], a[j + 4], 0x31));
+    }
+}
 #endif
 
-// Rows 0 .. n of `width` numbers, row(i), as units -> blocks of WIDTH columns. Columns after the last one, up to a multiple of 16, are undefined.
+// Rows 0 .. n of `width` numbers, row(i), as units -> blocks of WIDTH columns. Columns after the last one, up to a multiple of LANES, are undefined.
 // `room` is scratch space for a row.
 template <typename U, typename T, typename Row>
 inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, float* room) {
     const int64_t units = (width + U::PER_UNIT - 1) / U::PER_UNIT;
     const auto at = [&](int64_t i) { return columns + i / WIDTH * units * WIDTH + i % WIDTH; };
     int64_t i = 0;
-#if defined(__AVX512F__)
-    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units can be read directly from memory
-        for (; i < n; i += 16) {
-            const float* rows[16];
-            for (int r = 0; r < 16; r++) {
+#if defined(__FMA__)
+    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (LANES * U::PER_UNIT) == 0) {  // units can be read directly from memory
+        for (; i < n; i += LANES) {
+            const float* rows[LANES];
+            for (int r = 0; r < LANES; r++) {
                 rows[r] = reinterpret_cast<const float*>(row(std::min(i + r, n - 1)));
-                fetch(row(std::min(i + r + 16, n - 1)), 4 * units);
+                fetch(row(std::min(i + r + LANES, n - 1)), 4 * units);
             }
-            for (int64_t d = 0; d < units; d += 16) {
-                const float* parts[16];
-                for (int r = 0; r < 16; r++) parts[r] = rows[r] + d;
+            for (int64_t d = 0; d < units; d += LANES) {
+                const float* parts[LANES];
+                for (int r = 0; r < LANES; r++) parts[r] = rows[r] + d;
                 transpose(parts, at(i) + d * WIDTH, WIDTH);
             }
         }
@@ -212,8 +233,11 @@ inline Vector where_seen(const bool* sees, int64_t n, Vector x, Vector below) {
     const __m128i bytes = _mm_maskz_loadu_epi8(first, sees);
     return _mm512_mask_blend_ps(_mm_test_epi8_mask(bytes, bytes), below, x);
 #else
-    int8_t bytes[LANES] = {};
-    __builtin_memcpy(bytes, sees, std::min<int64_t>(n, LANES));
+    int8_t bytes[LANES] = {}, all[LANES];
+    __builtin_memset(all, 1, LANES);
+    if (n >= LANES) __builtin_memcpy(bytes, sees, LANES);  // a length that the compiler knows is one load
+    else __builtin_memcpy(bytes, sees, n);
+    if (!__builtin_memcmp(bytes, all, LANES)) return x;
     const Integers is_seen = __builtin_convertvector(*reinterpret_cast<const Bytes*>(bytes), Integers) != 0;
     return is_seen ? x : below;
 #endif

@@ -180,6 +180,7 @@ def test_the_kernels_keep_to_the_instruction_set_that_torch_is_limited_to(monkey
 
 
 ANY_PROCESSOR = """
+import sys
 import torch
 from zoo import kernels
 from zoo.nn.packed import BlockedLinear
@@ -187,14 +188,24 @@ kernels.build()
 layer = torch.nn.Linear(3, 5, bias=False)
 layer.weight.data = layer.weight.data.bfloat16().float()
 narrow, x = BlockedLinear(layer), torch.randn(7, 3)
-assert narrow.blocks.shape == (1, 3, 4 * 4), narrow.blocks.shape
+assert narrow.blocks.shape == (1, 3, int(sys.argv[1])), narrow.blocks.shape
 torch.testing.assert_close(narrow(x), layer(x))
+
+num, heads, dim = 45, 2, 16
+q, k, v = torch.randn(num, 3 * heads * dim).chunk(3, -1)
+mask = (torch.rand(num, num) < 0.5) | (torch.arange(num) < 20)
+cache, slots, index = torch.zeros(1, num, 1, 2 * heads * dim), torch.zeros(1).long(), torch.arange(num)
+found = kernels.attend_stretch(q[None], k[None], v[None], cache, slots, index[None], mask[None], heads)
+split = [x.unflatten(1, (heads, dim)).transpose(0, 1) for x in (q, k, v)]
+truth = torch.nn.functional.scaled_dot_product_attention(*split, attn_mask=mask)
+torch.testing.assert_close(found[0], truth.transpose(0, 1).flatten(1))
+torch.testing.assert_close(cache[0, :, 0], torch.cat((k, v), -1))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of another processor")
-def test_the_kernels_run_on_any_processor():
-    subprocess.run(
-        [sys.executable, "-c", ANY_PROCESSOR], env=os.environ | {"ATEN_CPU_CAPABILITY": "default"}, check=True
-    )
+@pytest.mark.parametrize(("limit", "columns"), [("default", 4 * 4), ("avx2", 4 * 8)])
+def test_the_kernels_run_on_any_processor(limit, columns):
+    command = [sys.executable, "-c", ANY_PROCESSOR, str(columns)]
+    subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": limit}, check=True)

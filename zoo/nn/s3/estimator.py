@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +26,7 @@ from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 from zoo.nn.s3.sizes import MELS, FlowSizes
-from zoo.nn.s3.stretch import PagedLayer, Seen, may_follow_values
+from zoo.nn.s3.stretch import PagedLayer, Seen, Whole, may_follow_values
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without it
@@ -150,15 +149,23 @@ class TransformerBlock(nn.Module):
         layers, of which this block has number `block`. Without a mask, caches are pages, with layer 0 where
         they begin, and this block has number `layers[block]`.
         """
-        q, k, v = self.qkv(self.attention_norm(x))
-        if isinstance(caches, PagedLayer):
-            paged = caches.arena, caches.pages, layers, block, caches.first
-            where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
-            capacity = caches.num_chunks * seen.grid
-            y = torch.ops.zoo.stretch_attention.default(q, k, v, None, *paged, *where, capacity, self.heads)
-        else:
+        if not isinstance(caches, PagedLayer):
             assert mask is not None, "a cache of rows needs a mask"
-            y = self._attend(q, k, v, seen, mask, caches[block])
+            return self.in_rows(x, seen, mask, caches[block])
+        q, k, v = self.qkv(self.attention_norm(x))
+        paged = caches.arena, caches.pages, layers, block, caches.first
+        where = seen.index, seen.start, seen.count, seen.num_kept, seen.grid
+        capacity = caches.num_chunks * seen.grid
+        y = torch.ops.zoo.stretch_attention.default(q, k, v, None, *paged, *where, capacity, self.heads)
+        return self._add(x, y)
+
+    def in_rows(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
+        """Apply the block to x [B * L, Q, C] with a cache of rows [S, _, L, 2 * inner], of which `seen` has B."""
+        q, k, v = self.qkv(self.attention_norm(x))
+        return self._add(x, self._attend(q, k, v, seen, mask, cache))
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add what attention gave, y [2B, Q, inner], and then the MLP's output, to x [2B, Q, C]."""
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -166,11 +173,12 @@ class TransformerBlock(nn.Module):
         """Return attention [2B, Q, inner] of q, k, v [2B, Q, inner] and the cache, and update the cache."""
         if may_follow_values(q) and kernels.know(q, k, v, cache):
             return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
-        lanes = cache.shape[2]
-        new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 inner]
-        kv = seen.exchange(cache, new)  # [B, K, L, 2 H dim]
-        k, v = rearrange(kv, "b k l (two h d) -> two (b l) h k d", two=2, h=self.heads)  # [L * B, H, K, dim]
-        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if not isinstance(seen, Whole):
+            new = (
+                torch.cat((k, v), -1).unflatten(0, (-1, cache.shape[2])).transpose(1, 2)
+            )  # [B, Q, L, 2 inner]
+            k, v = seen.exchange(cache, new).transpose(1, 2).flatten(0, 1).chunk(2, -1)  # [B * L, K, inner]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
         return attend(q, k, v, mask).transpose(1, 2).flatten(2)
 
 

@@ -173,11 +173,18 @@ class Whole(Seen):
         self.held, self.num, self.grid = 0, num, num
         self.max_distance = num - 1
         self.index = self.start[:, None].expand(-1, num)
-        own = torch.arange(num, device=count.device)
-        # every position sees itself, padding too: a fully masked row would give NaN
-        mask = (own < count[:, None])[:, None] | torch.eye(num, dtype=torch.bool, device=count.device)
-        distance = (own[:, None] - own).expand(len(count), -1, -1)
-        self._sight = mask, distance  # [B, Q, Q] each
+        self._sight = None
+
+    def _look(self) -> tuple[Tensor, Tensor]:
+        if self._sight is None:
+            own = torch.arange(self.num, device=self.count.device)
+            # every position sees itself, padding too: a fully masked row would give NaN
+            mask = (own < self.count[:, None])[:, None] | torch.eye(
+                self.num, dtype=torch.bool, device=own.device
+            )
+            distance = (own[:, None] - own).expand(len(self.count), -1, -1)
+            self._sight = mask, distance  # [B, Q, Q] each
+        return self._sight
 
     def scratch(self, like: Tensor, layers: int, lanes: int, width: int) -> Tensor:
         """Return caches of `layers` layers, all in the same memory, [layers, B, 1, lanes, width]."""
