@@ -60,7 +60,7 @@ inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, c
     for (int64_t k = 0; k < n; k++) {
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < V; j += PER_WORD) {
             const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT + j) / PER_WORD * LANES);
             Vector weight[PER_WORD];
