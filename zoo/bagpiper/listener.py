@@ -88,6 +88,7 @@ class Listener(nn.Module):
     def __init__(self, ear: Ear, device: torch.device):
         super().__init__()
         self.ear = ear
+        self.device = device
         self.mel = WhisperMel(ear.tower.config.mels, device)
         self.heard: References[Heard] = References()
 
@@ -97,7 +98,7 @@ class Listener(nn.Module):
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Tensor:
-        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.ear.adaptor.weight.device)
+        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
         samples = resampled(samples, clip.sample_rate_hz, SAMPLE_RATE_HZ)
         samples = (samples - samples.mean()) / (samples.var(correction=0) + EPS).sqrt()
         mel = self.mel(samples)[:, : len(samples) // MEL_HOP]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compile_cache import choices
 from zoo import kernels
@@ -98,7 +98,7 @@ def packed(
         return BlockedLinear(plain, has_8_bits)
     if not has_onednn:
         return widened(plain)
-    if dtype_of(plain) == torch.bfloat16 or not has_kernels:
+    if not has_kernels:
         return PackedLinear(plain)
     return FORMS[fastest_form(plain)](plain)
 
@@ -121,16 +121,19 @@ def fastest_form(plain: nn.Linear | FusedLinear) -> str:
     machine, before the first request (`compile_cache.choices`); all rows are then computed in that form. Of a
     vocabulary, some columns are measured, because copies of all take much memory."""
     columns, width = plain.weight.shape
+    dtype = dtype_of(plain)
     some = nn.Linear(width, columns, bias=False, device="meta")
-    some.weight = nn.Parameter(plain.weight.detach()[:MEASURED_COLUMNS].to(dtype_of(plain)), False)
+    some.weight = nn.Parameter(plain.weight.detach()[:MEASURED_COLUMNS].to(dtype), False)
     makers = {name: cache(partial(form, some)) for name, form in FORMS.items()}
-    ways = {name: partial(multiply_few_rows, make, width) for name, make in makers.items()}
+    few = [torch.ones(rows, width, dtype=dtype) for rows in MEASURED_ROWS]
+    ways = {name: partial(multiply_few_rows, make, few) for name, make in makers.items()}
     bits = 16 if has_16_bits(some.weight) else 32
-    return choices.fastest(f"linear {width} x {columns}, {bits} bits", ways) or "blocks"
+    where = "" if dtype == torch.float32 else ", rows in bfloat16"
+    return choices.fastest(f"linear {width} x {columns}, {bits} bits{where}", ways) or "blocks"
 
 
 @torch.inference_mode()
-def multiply_few_rows(make: Callable[[], nn.Module], width: int) -> None:
+def multiply_few_rows(make: Callable[[], nn.Module], few: list[Tensor]) -> None:
     layer = make()
-    for rows in MEASURED_ROWS:
-        layer(torch.ones(rows, width))
+    for rows in few:
+        layer(rows)

@@ -76,7 +76,7 @@ class BlockedLinear(nn.Module):
 
     blocks: Tensor  # [blocks, in, words] int32 or float32, see kernels.in_blocks
     scales: Tensor | None  # of int8 weights, see kernels.scales_in_blocks
-    bias: Tensor | None  # [out]
+    bias: Tensor | None  # [out], in the layer's dtype
 
     def __init__(self, plain: nn.Linear | FusedLinear, is_int8: bool = False):
         super().__init__()
@@ -90,11 +90,12 @@ class BlockedLinear(nn.Module):
             scales = kernels.scales_in_blocks(scales)
         self.register_buffer("blocks", kernels.in_blocks(weight), persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        bias = None if plain.bias is None else plain.bias.detach().float()
+        bias = None if plain.bias is None else plain.bias.detach().to(self.dtype)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        y = torch.ops.zoo.blocked_linear.default(x, self.blocks, self.scales, self.bias, self.num_columns)
+        bias = None if self.bias is None else self.bias.float()
+        y = torch.ops.zoo.blocked_linear.default(x, self.blocks, self.scales, bias, self.num_columns)
         return y if self.parts is None else y.split(self.parts, -1)
 
 

@@ -105,8 +105,8 @@ def test_paged_blocks_give_the_same_as_one_operator(name, new, threads):
         with kernels.plain():
             assert not is_whole(model.layers, x)
             expected = run_blocks(model.layers, norm, x, turned, theirs, FIRST_LAYER)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.kv, theirs.kv, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=3e-5)
+        torch.testing.assert_close(ours.kv, theirs.kv, rtol=1e-5, atol=3e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("bits", [8, 32])

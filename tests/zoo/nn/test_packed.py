@@ -197,13 +197,15 @@ def test_weights_of_more_than_16_bits_are_not_rounded():
     assert module["linear"].blocks.dtype == torch.float32 and type(module["rows"]) is nn.Embedding
 
 
-def test_the_form_that_was_measured_to_be_faster_is_used():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_form_that_was_measured_to_be_faster_is_used(dtype):
     kernels.build()
     for form, kind in (("blocks", BlockedLinear), ("onednn", PackedLinear)):
-        module = nn.Sequential(rounded(nn.Linear(64, 64)))
+        module = nn.Sequential(rounded(nn.Linear(64, 64)).to(dtype))
         with choices.assumed(form):
             pack(module, 0)
         assert type(module[0]) is kind
+        assert module(torch.ones(2, 64, dtype=dtype)).dtype == dtype
 
 
 def test_bf16_products_without_kernels_of_onednn_are_computed_in_fp32(monkeypatch):
@@ -232,6 +234,22 @@ def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     for same, value in zip(found, expected, strict=True):
         assert same.dtype == torch.float32 and torch.equal(same, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.families())
+def test_every_family_speaks_in_bf16_with_our_products(name, tmp_path):
+    """Other tensors take their dtype from these layers and their biases."""
+    if name == "zonos":
+        pytest.importorskip("espeakng_loader")
+    kernels.build()
+    place = zoo.families()[name].write_demo(tmp_path / name, "tiny")
+    family = zoo.load(place, "cpu", "bfloat16")
+    with choices.assumed("blocks"):
+        pack(family, 4096)
+    assert any(isinstance(module, BlockedLinear) for module in family.modules())
+    spoken = zoo.generate(family, next(iter(every_request(family, 5)[0].values())))
+    assert len(spoken.samples) and spoken.samples.isfinite().all()
 
 
 @pytest.mark.parametrize("name", zoo.families())
