@@ -174,10 +174,9 @@ class TransformerBlock(nn.Module):
         if may_follow_values(q) and kernels.know(q, k, v, cache):
             return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
         if not isinstance(seen, Whole):
-            new = (
-                torch.cat((k, v), -1).unflatten(0, (-1, cache.shape[2])).transpose(1, 2)
-            )  # [B, Q, L, 2 inner]
-            k, v = seen.exchange(cache, new).transpose(1, 2).flatten(0, 1).chunk(2, -1)  # [B * L, K, inner]
+            new = torch.cat((k, v), -1).unflatten(0, (-1, cache.shape[2]))  # [B, L, Q, 2 inner]
+            held = seen.exchange(cache, new.transpose(1, 2))  # [B, K, L, 2 inner]
+            k, v = held.transpose(1, 2).flatten(0, 1).chunk(2, -1)  # [B * L, K, inner]
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
         return attend(q, k, v, mask).transpose(1, 2).flatten(2)
 

@@ -179,9 +179,8 @@ class Whole(Seen):
         if self._sight is None:
             own = torch.arange(self.num, device=self.count.device)
             # every position sees itself, padding too: a fully masked row would give NaN
-            mask = (own < self.count[:, None])[:, None] | torch.eye(
-                self.num, dtype=torch.bool, device=own.device
-            )
+            itself = torch.eye(self.num, dtype=torch.bool, device=own.device)
+            mask = (own < self.count[:, None])[:, None] | itself
             distance = (own[:, None] - own).expand(len(self.count), -1, -1)
             self._sight = mask, distance  # [B, Q, Q] each
         return self._sight
