@@ -1,6 +1,6 @@
 """Bench all families next to their references on this machine, and print one table.
 
-    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.families DIR [--family qwen3_tts ...]
+    python -m benchmarks.families DIR [--family qwen3_tts ...]
 
 DIR keeps a demo checkpoint of size `mid` for each family; missing ones are written. A family is compared with
 its reference if its environment (tests/parity/environments.sh) is in this directory. Each runs in a process
