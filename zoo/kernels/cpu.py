@@ -235,49 +235,51 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return out
 
 
-COLUMNS, PANEL = 64, 16  # as in kernels_snake.cpp
+COLUMNS = 64  # as in kernels_snake.cpp
+MOST_BYTES_OF_NINE = 8 << 20  # of a weight
 
 
 def nine_filters(weight: Tensor) -> Tensor:
-    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it, [blocks, taps of all nine, C,
-    COLUMNS].
+    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it by nine short filters: `panels`
+    of their taps.
 
     The taps are divided into even ones, odd ones, and the sums of both; each of the three is divided the same
-    way again. Outputs are padded with zeros to a multiple of COLUMNS.
+    way again.
     """
 
     def thirds(taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        even, odd = taps[0::2], taps[1::2]
-        return even, odd, even + F.pad(odd, (0, 0, 0, 0, 0, len(even) - len(odd)))
+        even, odd = taps[..., 0::2], taps[..., 1::2]
+        return even, odd, even + F.pad(odd, (0, even.shape[-1] - odd.shape[-1]))
 
-    taps = F.pad(weight.permute(2, 1, 0), (0, -len(weight) % COLUMNS))  # [taps, C, D]
-    nine = torch.cat([ninth for third in thirds(taps) for ninth in thirds(third)])
-    return nine.unflatten(2, (-1, COLUMNS)).permute(2, 0, 1, 3).contiguous()
+    return panels(torch.cat([ninth for third in thirds(weight) for ninth in thirds(third)], -1))
 
 
 def panels(weight: Tensor) -> Tensor:
-    """Return a convolution's weight [D, C, taps] in the order in which `convolve_snake` reads it tap by tap,
-    [panels, taps, C, PANEL]. Outputs are padded with zeros to a multiple of COLUMNS."""
+    """Return a convolution's weight [D, C, taps] in the order in which `convolve_snake` reads it, [panels,
+    taps, C, columns]. Outputs are padded with zeros to a multiple of COLUMNS."""
+    assert _library is not None or weight.is_meta
+    columns = COLUMNS if _library is None else _library.panel_columns()
     padded = F.pad(weight.permute(2, 1, 0), (0, -len(weight) % COLUMNS))  # [taps, C, D]
-    return padded.unflatten(2, (-1, PANEL)).permute(2, 0, 1, 3).contiguous()
+    return padded.unflatten(2, (-1, columns)).permute(2, 0, 1, 3).contiguous()
 
 
 def convolution_filters(weight: Tensor) -> Tensor:
-    """Return a convolution's weight [D, C, taps] in the form that `convolve_snake` computes faster here.
+    """Return a convolution's weight [D, C, taps] in the form that `convolve_snake` computes fastest.
 
-    Nine short filters have 4.25 taps an output instead of 7, but twice as many weights, and they need long
-    signals. They were faster with AVX-512. With AVX2, and for two taps, the convolution tap by tap is.
+    Nine short filters have 4.25 taps an output instead of 7, but two and a half times as many weights. They
+    make long signals faster, but no convolution of two taps, and not those of large weights.
     """
-    return nine_filters(weight) if has_avx512() and weight.shape[2] > 2 else panels(weight)
+    has_nine = weight.shape[2] > 2 and weight.nbytes <= MOST_BYTES_OF_NINE
+    return nine_filters(weight) if has_nine else panels(weight)
 
 
 def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def is_nine(filters: Tensor) -> bool:
-    """Return whether `convolution_filters` chose nine short filters."""
-    return filters.shape[3] == COLUMNS
+def has_nine(filters: Tensor, taps: int) -> bool:
+    """Return whether the filters of a convolution with so many taps are nine short ones."""
+    return filters.shape[1] != taps
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,9 @@ def convolve_snake(
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
     sizes = batch, before, length, channels, out_channels, taps, dilation
-    _library.convolve_snake_of_rows(*pointers, *sizes, *steps, is_nine(filters), torch.get_num_threads())
+    _library.convolve_snake_of_rows(
+        *pointers, *sizes, *steps, has_nine(filters, taps), torch.get_num_threads()
+    )
     return out.mT
 
 

@@ -2,9 +2,8 @@
 
 namespace {
 
-constexpr int COLUMNS = 64;  // the outputs of a weight are padded with zeros to a multiple of it
-constexpr int PANEL = 16;  // outputs whose weights lie together
-static_assert(COLUMNS % WIDTH == 0 && PANEL % LANES == 0);
+constexpr int COLUMNS = 64;  // outputs that are computed together; weights are padded with zeros to a multiple of it
+static_assert(COLUMNS % WIDTH == 0);
 
 // x + gain sin^2(frequency x). Subtracting k * pi in three parts loses no precision; the series is accurate for the remainder, at most pi / 2.
 inline Vector snake_of(Vector x, Vector frequency, Vector gain) {
@@ -34,20 +33,28 @@ inline void snake_row(const float* x, const float* frequency, const float* gain,
     std::copy(rest[0], rest[0] + (n - i), out + i);
 }
 
-// Multiply ROWS rows, each of `taps` stretches of n numbers, `step` apart, by V vectors of columns of b [panels, taps, n, PANEL] -> c.
+// A convolution's weights w [panels, in_panel, C, WIDTH], of which `places` [count] are the taps of a filter.
+struct Taps {
+    const float* w;
+    int64_t in_panel, count;
+    const int64_t* places;
+};
+
+// Multiply ROWS rows, whose `taps` read n numbers each, `step` apart, by V vectors of a panel b [in_panel, n, WIDTH] -> c. Unrolled, because otherwise
+// GCC keeps the sums in memory.
 template <int V>
-inline void product_of_panels(const float* a, int64_t stride, int64_t taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c) {
-    const int64_t panel = taps * n * PANEL;
+inline void product_of_panel(const float* a, int64_t stride, const Taps& taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c) {
     Vector sum[ROWS][V];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < V; j++) sum[r][j] = spread(0);
-    for (int64_t k = 0; k < taps; k++, a += step)
-        for (int64_t i = 0; i < n; i++, b += PANEL) {
+    for (int64_t k = 0; k < taps.count; k++, a += step) {
+        const float* weights = b + taps.places[k] * n * WIDTH;
+        for (int64_t i = 0; i < n; i++, weights += WIDTH) {
             Vector columns[V];
 #pragma GCC unroll 4
-            for (int j = 0; j < V; j++) columns[j] = load(b + j * LANES / PANEL * panel + j * LANES % PANEL);
+            for (int j = 0; j < V; j++) columns[j] = load(weights + j * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const Vector x = spread(a[r * stride + i]);
@@ -55,25 +62,27 @@ inline void product_of_panels(const float* a, int64_t stride, int64_t taps, int6
                 for (int j = 0; j < V; j++) sum[r][j] = multiply_add(sum[r][j], x, columns[j]);
             }
         }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
-// Multiply `num` rows by the first `columns` outputs of b -> c [num up to a multiple of ROWS, columns up to a multiple of WIDTH].
-inline void multiply_panels(const float* a, int64_t num, int64_t stride, int64_t taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c,
+// Multiply `num` rows by outputs first .. first + columns, `first` a multiple of WIDTH -> c [num up to a multiple of ROWS, columns up to a multiple of
+// WIDTH].
+inline void multiply_panels(const float* a, int64_t num, int64_t stride, const Taps& taps, int64_t step, int64_t first, int64_t n, float* c, int64_t stride_c,
                             int64_t columns) {
     for (int64_t j = 0; j < columns; j += WIDTH)
         for (int64_t row = 0; row < num; row += ROWS) {
-            const float *from = a + row * stride, *weights = b + j * taps * n;
+            const float *from = a + row * stride, *panel = taps.w + (first + j) * taps.in_panel * n;
             float* to = c + row * stride_c + j;
-            if (columns - j > WIDTH / 2) product_of_panels<VECTORS>(from, stride, taps, step, weights, n, to, stride_c);
-            else product_of_panels<VECTORS / 2>(from, stride, taps, step, weights, n, to, stride_c);
+            if (columns - j > WIDTH / 2) product_of_panel<VECTORS>(from, stride, taps, step, panel, n, to, stride_c);
+            else product_of_panel<VECTORS / 2>(from, stride, taps, step, panel, n, to, stride_c);
         }
 }
 
-// The part of a residual unit after its first convolution, row by row: a snake and a product. w [D / PANEL, D, PANEL].
+// The part of a residual unit after its first convolution, row by row: a snake and a product. w [panels, D, WIDTH].
 struct Pointwise {
     const float *w, *bias, *frequency, *gain;
 
@@ -81,9 +90,10 @@ struct Pointwise {
     template <typename Residual, typename To>
     void apply(float* x, int64_t num, int64_t stride, int64_t D, const Residual& residual, const To& to, float* room) const {
         for (int64_t r = 0; r < num; r++) snake_row(x + r * stride, frequency, gain, x + r * stride, D);
+        const int64_t place = 0;
         for (int64_t d = 0; d < D; d += COLUMNS) {
             const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
-            multiply_panels(x, num, stride, 1, 0, w + d * D, D, room, COLUMNS, columns);
+            multiply_panels(x, num, stride, {w, 1, 1, &place}, 0, d, D, room, COLUMNS, columns);
             for (int64_t r = 0; r < num; r++) {
                 const float *sum = room + r * COLUMNS, *more = residual(r);
                 float* y = to(r) + d;
@@ -116,8 +126,8 @@ struct SnakeConvolution {
     const float* added(int64_t b, int64_t row) const { return residual ? residual + b * residual_step + row * D : nullptr; }
 };
 
-// Convolve tap by tap. w [D / PANEL, taps, C, PANEL].
-void convolve_by_taps(const SnakeConvolution& c, int threads) {
+// Convolve tap by tap.
+void convolve_by_taps(const SnakeConvolution& c, const Taps& taps, int threads) {
     const int64_t B = c.B, M = c.M, C = c.C, D = c.D, reach = (c.taps - 1) * c.dilation, wide = rounded_up(D, WIDTH);
     // The weights are read once per tile, and its rows stay in a core's cache. Each thread gets a tile, or a part of the outputs.
     const int64_t largest = rounded_up(std::max<int64_t>((3 << 12) / C, 96), ROWS);
@@ -135,7 +145,7 @@ void convolve_by_taps(const SnakeConvolution& c, int threads) {
             const int64_t begin = item % parts * share, end = std::min(D, begin + share);
             if (rows <= 0 || begin >= end) continue;
             for (int64_t i = 0; i < rows + reach; i++) c.read(b, first + i, &signal[i * C]);
-            multiply_panels(signal.data(), rows, C, c.taps, c.dilation * C, c.w + begin * c.taps * C, C, &sums[begin], wide, end - begin);
+            multiply_panels(signal.data(), rows, C, taps, c.dilation * C, begin, C, &sums[begin], wide, end - begin);
             for (int64_t r = 0; r < rows; r++) {
                 float *sum = &sums[r * wide], *to = c.then.w ? sum : c.place(b, first + r);
                 const float* add = c.then.w ? nullptr : c.added(b, first + r);
@@ -155,21 +165,24 @@ void convolve_by_taps(const SnakeConvolution& c, int threads) {
 // P, Q and C are computed the same way. READS: the input of each of the nine, as an index into: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
 constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // even, odd and sum of P, then of Q, then of C
 
-// Multiply a (`num` rows of n numbers) by the first `columns` of a block of weights b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
-inline void product_of_rows(const float* a, int64_t num, int64_t stride, const float* b, int64_t n, float* c, int64_t columns) {
-    for (int64_t j = 0; j < columns; j += WIDTH)
-        for (int64_t row = 0; row < num; row += ROWS)
-            if (columns - j > WIDTH / 2) product<Floats>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
-            else product<Floats, VECTORS / 2>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
-}
+// The nine filters of a weight: their numbers of taps, and where the first of each lies in a panel.
+struct Nine {
+    int64_t lengths[NINE], begins[NINE + 1];
 
-// Convolve by nine short filters. w [D / COLUMNS, the nine filters' taps, C, COLUMNS].
-void convolve_by_nine(const SnakeConvolution& c, int threads) {
-    const int64_t B = c.B, M = c.M, C = c.C, D = c.D, dilation = c.dilation;
-    const auto phase = [&](int64_t i) { return (c.taps - i + 3) / 4; };  // taps i, i + 4, ...
-    const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
-    int64_t num_taps = 0;
-    for (int64_t length : lengths) num_taps += length;
+    explicit Nine(int64_t taps) {
+        const auto phase = [&](int64_t i) { return (taps - i + 3) / 4; };  // taps i, i + 4, ...
+        const int64_t all[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
+        begins[0] = 0;
+        for (int k = 0; k < NINE; k++) lengths[k] = all[k], begins[k + 1] = begins[k] + all[k];
+    }
+
+    // The place of a tap of the whole filter, which one of the short ones has, too.
+    int64_t place(int64_t tap) const { return begins[tap % 2 * 3 + tap % 4 / 2] + tap / 4; }
+};
+
+// Convolve by nine short filters. `order` counts all taps in a panel.
+void convolve_by_nine(const SnakeConvolution& c, const Nine& nine, const int64_t* order, int threads) {
+    const int64_t B = c.B, M = c.M, C = c.C, D = c.D, dilation = c.dilation, longest_filter = nine.lengths[0];
     // Rows of a tile, in quarters: its input stays in a core's cache, weights are read once per tile, and all threads have work.
     const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
     const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
@@ -177,7 +190,7 @@ void convolve_by_nine(const SnakeConvolution& c, int threads) {
     const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), most = rounded_up(each / 4 + 1, ROWS);
 #pragma omp parallel num_threads(threads)
     {
-        const int64_t room = (most + phase(0)) * C;
+        const int64_t room = (most + longest_filter) * C;
         std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS), rows_between(c.then.w ? rounded_up(each, ROWS) * D : 0);
         float* between = rows_between.data();
 #pragma omp for schedule(dynamic)
@@ -186,7 +199,7 @@ void convolve_by_nine(const SnakeConvolution& c, int threads) {
             const int64_t b = item / (dilation * tiles), first = item % dilation + item / dilation % tiles * each * dilation;
             const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
             if (rows <= 0) continue;
-            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // set by the number of rows; some of it cancels out, except for rounding
+            const int64_t quarters = num + longest_filter - 1, read = 4 * ((rows + 3) / 4 + longest_filter);  // set by the number of rows; some of it cancels out, except for rounding
             for (int64_t i = 0; i < 4 * quarters; i++) {
                 float* to = &signals[i % 4 * room + i / 4 * C];
                 if (i < read) c.read(b, first + i * dilation, to);
@@ -202,11 +215,10 @@ void convolve_by_nine(const SnakeConvolution& c, int threads) {
             const auto place = [&](int64_t r) { return c.place(b, first + r * dilation); };
             const auto added = [&](int64_t r) { return c.added(b, first + r * dilation); };
             for (int64_t d = 0; d < D; d += COLUMNS) {
-                const float* weights = c.w + d * num_taps * C;
                 const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
                 for (int k = 0; k < NINE; k++) {
-                    product_of_rows(x0 + READS[k] * room, num, C, weights, lengths[k] * C, &sums[k * part], columns);
-                    weights += lengths[k] * C * COLUMNS;
+                    const Taps taps{c.w, nine.begins[NINE], nine.lengths[k], order + nine.begins[k]};
+                    multiply_panels(x0 + READS[k] * room, num, C, taps, C, d, C, &sums[k * part], COLUMNS, columns);
                 }
                 for (int64_t q = 0; 4 * q < rows; q++) {
                     const float* s = &sums[q * COLUMNS];
@@ -230,6 +242,19 @@ void convolve_by_nine(const SnakeConvolution& c, int threads) {
             if (c.then.w) c.then.apply(between, rows, D, D, added, place, sums.data());
         }
     }
+}
+
+constexpr int64_t LEAST_ROWS = 128;  // of a signal for which nine short filters are faster
+
+// Convolve in the faster way. Weights that have nine filters have the taps of the whole one, too.
+void convolve(const SnakeConvolution& c, bool has_nine, int threads) {
+    const Nine nine(c.taps);
+    const int64_t in_panel = has_nine ? nine.begins[NINE] : c.taps;
+    std::vector<int64_t> order(in_panel), places(c.taps);
+    for (int64_t i = 0; i < in_panel; i++) order[i] = i;
+    for (int64_t tap = 0; tap < c.taps; tap++) places[tap] = has_nine ? nine.place(tap) : tap;
+    if (has_nine && c.M >= LEAST_ROWS * c.dilation) convolve_by_nine(c, nine, order.data(), threads);
+    else convolve_by_taps(c, {c.w, in_panel, c.taps, places.data()}, threads);
 }
 
 // A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged.
@@ -278,19 +303,21 @@ void depthwise_unit(const float* past, const float* x, const float* w, const flo
 
 extern "C" {
 
+int panel_columns() { return WIDTH; }  // outputs whose weights lie together
+
 // x and out [B, N, C], frequency and gain [C].
 void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
     for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
 }
 
-// See SnakeConvolution. `nine` says how the weights are laid out.
+// See SnakeConvolution. `has_nine` says whether the weights are those of nine short filters.
 void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
                             float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
-                            int64_t x_step, int64_t mask_step, int64_t residual_step, bool nine, int threads) {
-    (nine ? convolve_by_nine : convolve_by_taps)({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps,
-                                                  dilation, past_step, x_step, mask_step, residual_step}, threads);
+                            int64_t x_step, int64_t mask_step, int64_t residual_step, bool has_nine, int threads) {
+    convolve({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps, dilation, past_step, x_step,
+              mask_step, residual_step}, has_nine, threads);
 }
 
 // See depthwise_unit.

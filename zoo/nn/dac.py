@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import convolve_rows, rows_of, strides_apart, upsampling_taps
-from zoo.nn.residual import SnakeFilters, UpsamplingFilters, is_faster, pointwise
+from zoo.nn.residual import SnakeFilters, UpsamplingFilters, has_kernel, pointwise
 from zoo.nn.snake import Snake
 from zoo.nn.stretch import Stretch
 
@@ -79,7 +79,7 @@ class Unit(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         [dilation] = self.conv1.dilation
-        if not is_faster(x, self.conv1, dilation):
+        if not has_kernel(x, self.conv1):
             return super().forward(x)
         then, middle = pointwise(self.snake2, self.conv2), x[..., self.edge : x.shape[2] - self.edge]
         wave, filters, bias = self.snake1.wave, self.conv1.filters, self.conv1.bias
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
     def upsampled(self, x: Tensor) -> Tensor:
         """[B, C, N] -> [B, C / 2, (N - 1) rate]"""
-        if not is_faster(x, self.up):
+        if not has_kernel(x, self.up):
             return self.up(self.snake(x))
         return strides_apart(
             kernels.convolve_snake(x, self.snake.wave, self.up.filters, self.up.biases, 2, 1), self.rate
@@ -197,7 +197,7 @@ class Decoder(nn.Module):
 
     def spoken(self, x: Tensor) -> Tensor:
         """[B, C, N] -> [B, 1, N - KERNEL + 1]"""
-        if not is_faster(x, self.tail):
+        if not has_kernel(x, self.tail):
             return self.tail(self.snake(x))
         return kernels.convolve_snake(x, self.snake.wave, self.tail.filters, self.tail.bias, KERNEL, 1)
 

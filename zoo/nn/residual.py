@@ -4,9 +4,9 @@ units, before upsamplings, and at the end of a codec's decoder, and take most of
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
 
-The kernel convolves tap by tap, or by nine short filters of sums of the signal (kernels_snake.cpp), which have
-more values than the weight: 17 for 7 taps. `is_faster` decides when they are worth it. The layer's state is
-the same either way.
+The kernel convolves tap by tap or, where a signal is long, by nine short filters of sums of the signal
+(kernels_snake.cpp), which have more values than the weight: 17 for 7 taps. The layer's state is the same
+either way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from zoo import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, strides_apart, upsampling_taps
 from zoo.nn.snake import Snake, SnakeBeta
 
-# The fewest rows (positions of a signal, per phase of a dilated convolution) for which short filters are
-# faster; they compute at least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters,
-# more than twice as large, takes longest. Above MOST_BYTES that always takes too long.
-LEAST_ROWS, LEAST_ROWS_OF_LARGE = 8, 16
-LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
+MOST_BYTES = 20 << 20  # reading a second form of a larger weight takes too long
 
 
 class SnakeFilters:
@@ -84,7 +80,7 @@ def residual_unit(
     state: CodecState,
 ) -> Tensor:
     """Return x + conv2(snake2(conv1(snake1(x)))), x [B, C, N]; conv2 is 1 wide."""
-    if not is_faster(x, conv1, conv1.dilation):
+    if not has_kernel(x, conv1):
         return x + conv2(snake2(conv1(snake1(x), state)), state)
     past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
     width, dilation, bias = conv1.weight.shape[2], conv1.dilation, conv1.bias
@@ -108,7 +104,7 @@ def depthwise_unit(
 
 def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: SnakeConv1d, state: CodecState) -> Tensor:
     """conv(snake(x)): x [B, C, N] -> [B, Cout, N]"""
-    if not is_faster(x, conv, conv.dilation):
+    if not has_kernel(x, conv):
         return conv(snake(x), state)
     past, width = state.past(conv, x, snake), conv.weight.shape[2]
     return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, width, conv.dilation, past=past)
@@ -118,7 +114,7 @@ def upsample_snake(
     x: Tensor, snake: Snake | SnakeBeta, up: SnakeConvTranspose1d, state: CodecState
 ) -> Tensor:
     """up(snake(x)): x [B, C, N] -> [B, Cout, stride * N]"""
-    if not is_faster(x, up):
+    if not has_kernel(x, up):
         return up(snake(x), state)
     past = state.past(up, x, snake)
     return strides_apart(
@@ -131,12 +127,9 @@ def pointwise(snake: Snake | SnakeBeta, conv: SnakeFilters) -> kernels.Pointwise
     return kernels.Pointwise(conv.filters, conv.bias, *snake.wave)
 
 
-def is_faster(x: Tensor, conv: SnakeFilters | UpsamplingFilters, dilation: int = 1) -> bool:
-    """Return whether a CPU kernel supports x [B, C, N] and the convolution, and is faster than torch."""
-    if not is_float(x, conv) or not has_filters(conv):
-        return False
-    least = LEAST_ROWS if conv.weight.nbytes <= LARGE_BYTES else LEAST_ROWS_OF_LARGE
-    return not kernels.is_nine(conv.filters) or x.shape[2] >= least * dilation
+def has_kernel(x: Tensor, conv: SnakeFilters | UpsamplingFilters) -> bool:
+    """Return whether a CPU kernel computes the convolution of x [B, C, N]; it is faster than torch."""
+    return is_float(x, conv) and has_filters(conv)
 
 
 def is_float(x: Tensor, conv: SnakeFilters | UpsamplingFilters) -> bool:

@@ -22,6 +22,7 @@ from serving.engine.memory.memory_plan import (
     usual_past_bytes,
 )
 from serving.engine.options import Options
+from zoo import kernels
 from zoo.nn import residual
 
 FAMILIES = pytest.mark.parametrize("name", zoo.families())
@@ -49,6 +50,7 @@ def test_weights_and_state_are_what_the_loaded_model_has(name):
 @pytest.mark.slow
 @FAMILIES
 def test_packed_weights_of_cpu_kernels_are_counted(name):
+    kernels.build()
     kept = residual.prepare(family(name))
     assert plan(shapes(name), 3, is_for_cpu=True).weights == plan_of_shapes(name).weights + kept
 

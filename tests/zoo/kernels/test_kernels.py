@@ -108,6 +108,17 @@ def test_a_snake_and_its_convolution_equal_torch(
     assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not depend on the others
 
 
+@pytest.mark.parametrize("taps", [3, 4, 6, 7, 11])
+def test_a_short_signal_is_convolved_tap_by_tap_with_the_filters_of_a_long_one(taps):
+    generator = torch.Generator().manual_seed(taps)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 60, 32), (70, 32, taps), 70))
+    whole, nine = (
+        kernels.convolve_snake(x.mT, None, layout(weight), bias, taps, 2)
+        for layout in (kernels.panels, kernels.nine_filters)
+    )
+    assert torch.equal(whole, nine)
+
+
 @pytest.mark.parametrize("top_k", [0, 1, 25, 500, 507])
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.8, 1.0])
 def test_the_nucleus_equals_torch(top_k, top_p):
