@@ -162,30 +162,30 @@ inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns,
     }
 }
 
-// Multiply a (ROWS rows of `stride_a` units) by b (n rows of `stride_b` units) -> c (ROWS rows of V vectors, `stride_c` apart). Unrolled, because
+// Multiply a (ROWS rows of `stride_a` units) by b (n rows of `stride_b` units) -> c (ROWS rows of WIDTH values, `stride_c` apart). Unrolled, because
 // otherwise GCC keeps the sums in memory.
-template <typename U, int V = VECTORS>
+template <typename U>
 inline void product(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t n, float* c, int64_t stride_c) {
-    Vector sum[ROWS][V];
+    Vector sum[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < V; j++) sum[r][j] = spread(0);
+        for (int j = 0; j < VECTORS; j++) sum[r][j] = spread(0);
     for (int64_t i = 0; i < n; i++) {
-        Vector columns[V];
+        Vector columns[VECTORS];
 #pragma GCC unroll 4
-        for (int j = 0; j < V; j++) columns[j] = load(b + i * stride_b + j * LANES);
+        for (int j = 0; j < VECTORS; j++) columns[j] = load(b + i * stride_b + j * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const Vector x = spread(a[r * stride_a + i]);
 #pragma GCC unroll 4
-            for (int j = 0; j < V; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
+            for (int j = 0; j < VECTORS; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
+        for (int j = 0; j < VECTORS; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
 // The larger of two values; b if one is NaN.
