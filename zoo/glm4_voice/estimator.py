@@ -5,7 +5,8 @@
                                       └─────────────────────────────────────────────────────────────┘
 
 A norm over groups of channels also runs over time, so padding would change every frame. Here the norms, the
-convolutions and the attention leave padding out: a padded row gives what it gives alone.
+convolutions and the attention leave padding out: a padded row gives what it gives alone. The CPU's kernels
+keep the channels of a frame together in memory, as attention reads them.
 Source: THUDM/GLM-4-Voice at eb00ce9, cosyvoice/flow/decoder.py; Matcha-TTS (arXiv 2309.03199), models/components.
 """
 
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.glm4_voice.config import FlowConfig
 from zoo.nn.cfm import sinusoid
+from zoo.nn.conv import is_turned
 from zoo.nn.narrow import dtype_of
+from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.estimator import TransformerBlock, mish
 from zoo.nn.s3.sizes import MELS
 from zoo.nn.s3.stretch import Whole, may_follow_values
@@ -44,29 +48,27 @@ class GroupNorm(nn.GroupNorm):
         return (y * self.weight[:, None] + self.bias[:, None]) * mask
 
 
-class ConvBlock(nn.Module):
-    def __init__(self, channels: int, out_channels: int):
-        super().__init__()
-        self.conv = nn.Conv1d(channels, out_channels, KERNEL, padding=1)
-        self.norm = GroupNorm(GROUPS, out_channels)
+class Conv(nn.Conv1d, ConvFilters):
+    """A convolution of x [B, C, T] that keeps the length. Zeros stand before and behind x."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Apply convolution, norm and mish to x [B, C, T], which is zero in padding. Returns [B, Cout, T]."""
-        return mish(self.norm.masked(self.conv(x), mask)) * mask
+    weight: nn.Parameter
+    bias: nn.Parameter
 
+    def __init__(self, channels: int, out_channels: int, kernel: int = KERNEL):
+        super().__init__(channels, out_channels, kernel, padding=kernel // 2)
 
-class Resnet(nn.Module):
-    def __init__(self, channels: int, out_channels: int, time_width: int):
-        super().__init__()
-        self.block1 = ConvBlock(channels, out_channels)
-        self.time = nn.Linear(time_width, out_channels)
-        self.block2 = ConvBlock(out_channels, out_channels)
-        self.shortcut = nn.Conv1d(channels, out_channels, 1)
+    def plus(self, x: Tensor, more: Tensor | None) -> Tensor:
+        """Return the convolution of x plus `more` [B, Cout, T]."""
+        if not has_kernel(x, self):
+            y = super().forward(x)
+            return y if more is None else more + y
+        [taps], padding = self.kernel_size, self.kernel_size[0] // 2
+        return kernels.convolve_snake(
+            x, None, self.filters, self.bias, taps, dilation=1, residual=more, padding=padding
+        )
 
-    def forward(self, x: Tensor, mask: Tensor, shift: Tensor) -> Tensor:
-        """Apply the block to x [B, C, T]. shift [Cout]: the embedding of the solver's time."""
-        y = (self.block1(x, mask) + shift[:, None]) * mask
-        return self.block2(y, mask) + self.shortcut(x) * mask
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plus(x, None)
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Level:
     """Which frames of one level are there."""
 
     mask: Tensor  # [B, 1, T]: 1 for frames that are there
+    is_full: bool  # a CPU renders each row alone, so nothing is padded
     seen: Whole
     scores: Tensor  # [B, 1, 1, T], for attention: -inf for the others
     cache: Tensor  # [B, 1, 1, 2 * inner], which nothing reads
@@ -83,7 +86,42 @@ class Level:
         """mask [B, 1, T]; inner: the width of an attention's keys"""
         seen = Whole(mask.sum((1, 2)).long(), mask.shape[2])
         scores = torch.zeros_like(mask).masked_fill(mask == 0, -torch.inf)[:, None]
-        return cls(mask, seen, scores, seen.scratch(mask, 1, 1, 2 * inner)[0])
+        is_full = may_follow_values(mask) and bool(mask.all())
+        return cls(mask, is_full, seen, scores, seen.scratch(mask, 1, 1, 2 * inner)[0])
+
+    def of_frames(self, x: Tensor) -> Tensor:
+        """Return x [B, C, T], with zeros in padding."""
+        return x if self.is_full else x * self.mask
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__()
+        self.conv = Conv(channels, out_channels)
+        self.norm = GroupNorm(GROUPS, out_channels)
+
+    def forward(self, x: Tensor, level: Level, shift: Tensor | None = None) -> Tensor:
+        """Apply convolution, norm and mish to x [B, C, T], which is zero in padding, and add shift [Cout].
+        Returns [B, Cout, T]."""
+        x = self.conv(x)
+        if level.is_full and kernels.know(x) and x.dtype == torch.float32:
+            return kernels.group_norm_mish(x, self.norm, shift)
+        x = level.of_frames(mish(self.norm.masked(x, level.mask)))
+        return x if shift is None else level.of_frames(x + shift[:, None])
+
+
+class Resnet(nn.Module):
+    def __init__(self, channels: int, out_channels: int, time_width: int):
+        super().__init__()
+        self.block1 = ConvBlock(channels, out_channels)
+        self.time = nn.Linear(time_width, out_channels)
+        self.block2 = ConvBlock(out_channels, out_channels)
+        self.shortcut = Conv(channels, out_channels, kernel=1)
+
+    def forward(self, x: Tensor, level: Level, shift: Tensor) -> Tensor:
+        """Apply the block to x [B, C, T]. shift [Cout]: the embedding of the solver's time."""
+        y = self.block2(self.block1(x, level, shift), level)
+        return level.of_frames(self.shortcut.plus(x, y))
 
 
 class Stage(nn.Module):
@@ -98,11 +136,11 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, level: Level, shift: Tensor) -> Tensor:
         """x [B, C, T] -> [B, Cout, T], zero in padding"""
-        rows = self.resnet(x, level.mask, shift).mT
+        rows = self.resnet(x, level, shift).mT
         block: Any
         for block in self.blocks:
             rows = block.in_rows(rows, level.seen, level.scores, level.cache)
-        return rows.mT * level.mask
+        return level.of_frames(rows.mT)
 
 
 class Estimator(nn.Module):
@@ -116,13 +154,13 @@ class Estimator(nn.Module):
         self.time2 = nn.Linear(4 * channels, 4 * channels)
         self.downs = nn.ModuleList((Stage(config, 4 * MELS), Stage(config, channels)))
         self.shrink = nn.Conv1d(channels, channels, KERNEL, stride=2, padding=1)
-        self.down_conv = nn.Conv1d(channels, channels, KERNEL, padding=1)
+        self.down_conv = Conv(channels, channels)
         self.middle = nn.ModuleList(Stage(config, channels) for _ in range(config.num_mid))
         self.ups = nn.ModuleList(Stage(config, 2 * channels) for _ in range(2))
         self.grow = nn.ConvTranspose1d(channels, channels, 4, stride=2, padding=1)
-        self.up_conv = nn.Conv1d(channels, channels, KERNEL, padding=1)
+        self.up_conv = Conv(channels, channels)
         self.final = ConvBlock(channels, channels)
-        self.out = nn.Conv1d(channels, MELS, 1)
+        self.out = Conv(channels, MELS, kernel=1)
 
     @torch.no_grad()
     def prepare(self, times: Tensor) -> None:
@@ -144,12 +182,17 @@ class Estimator(nn.Module):
         """
         first_down, second_down, *middle, first_up, second_up = shifts.unbind(0)
         whole, half = levels
-        x = kept = self.downs[0](x * whole.mask, whole, first_down)
-        x = kept_half = self.downs[1](self.shrink(x) * half.mask, half, second_down)
-        x = self.down_conv(x) * half.mask
+        x = kept = self.downs[0](whole.of_frames(x), whole, first_down)
+        x = kept_half = self.downs[1](half.of_frames(self.shrink(x)), half, second_down)
+        x = half.of_frames(self.down_conv(x))
         for stage, shift in zip(self.middle, middle, strict=True):
             x = stage(x, half, shift)
-        x = self.ups[0](torch.cat((x, kept_half), 1), half, first_up)
-        x = self.grow(x)[..., : whole.mask.shape[2]] * whole.mask
-        x = self.ups[1](torch.cat((x, kept), 1), whole, second_up)
-        return self.out(self.final(self.up_conv(x) * whole.mask, whole.mask)) * whole.mask
+        x = self.ups[0](joined(x, kept_half), half, first_up)
+        x = whole.of_frames(self.grow(x)[..., : whole.mask.shape[2]])
+        x = self.ups[1](joined(x, kept), whole, second_up)
+        return whole.of_frames(self.out(self.final(whole.of_frames(self.up_conv(x)), whole)))
+
+
+def joined(x: Tensor, kept: Tensor) -> Tensor:
+    """Return both [B, C, T] as [B, 2 C, T], in the layout of `kept`."""
+    return torch.cat((x.mT, kept.mT), 2).mT if is_turned(kept) else torch.cat((x, kept), 1)

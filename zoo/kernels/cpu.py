@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.kernels.operator import is_plain
@@ -80,7 +80,8 @@ def build() -> None:
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 11 + [c_bool, c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 12 + [c_bool, c_int]
+    library.group_norm_mish_of_rows.argtypes = [c_void_p] * 5 + [c_int64] * 4 + [c_float, c_int]
     library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
@@ -219,6 +220,21 @@ def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps
     return out
 
 
+def group_norm_mish(x: Tensor, norm: nn.GroupNorm, shift: Tensor | None) -> Tensor:
+    """Return mish(norm(x)) + shift for x [B, C, N] float32, in the layout of `convolve_snake`; shift [C]."""
+    assert _library is not None and x.dtype == norm.weight.dtype == norm.bias.dtype == torch.float32
+    assert norm.num_channels == x.shape[1] and (shift is None or shift.shape == (x.shape[1],))
+    rows = x.mT.contiguous()
+    shift = None if shift is None else shift.contiguous()
+    out = torch.empty_like(rows)
+    tensors = rows, norm.weight, norm.bias, shift, out
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    _library.group_norm_mish_of_rows(
+        *pointers, *rows.shape, norm.num_groups, norm.eps, torch.get_num_threads()
+    )
+    return out.mT
+
+
 def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """x [B, C, N], frequency and gain of C values each, all float32 -> [B, C, N]; `snake.snake`."""
     assert _library is not None and x.dtype == frequency.dtype == gain.dtype == torch.float32
@@ -273,10 +289,6 @@ def convolution_filters(weight: Tensor) -> Tensor:
     return nine_filters(weight) if has_nine else panels(weight)
 
 
-def has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
 def has_nine(filters: Tensor, taps: int) -> bool:
     """Return whether the filters of a convolution with so many taps are nine short ones."""
     return filters.shape[1] != taps
@@ -304,6 +316,7 @@ def convolve_snake(
     residual: Tensor | None = None,
     past: Tensor | None = None,
     then: Pointwise | None = None,
+    padding: int = 0,
 ) -> Tensor:
     """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in
     the result.
@@ -311,12 +324,14 @@ def convolve_snake(
     wave: frequency and gain of the snake, C values each; without it, x is convolved as it is. filters:
     `nine_filters` or `panels` of the weight. bias [D].
     mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
-    past [B, C, P]: stands before snake(x). then: applied to the convolution's output.
+    past [B, C, P]: stands before snake(x). then: applied to the convolution's output. padding: positions of
+    zeros before and behind snake(x), instead of a past.
     """
     assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
     (batch, channels, num), out_channels = x.shape, len(bias)
-    before = 0 if past is None else past.shape[2]
-    length = before + num - (taps - 1) * dilation
+    assert past is None or not padding
+    before = padding if past is None else past.shape[2]
+    length = before + num + padding - (taps - 1) * dilation
     assert filters.is_contiguous() and filters.shape[2] == channels and length > 0
     assert wave is None or wave[0].numel() == channels
     x, x_step = _rows(x)
@@ -333,7 +348,7 @@ def convolve_snake(
     tensors = old, x, filters, bias, *(wave or (None, None)), mask, *pointwise, more, out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
-    sizes = batch, before, length, channels, out_channels, taps, dilation
+    sizes = batch, before, num, length, channels, out_channels, taps, dilation
     _library.convolve_snake_of_rows(
         *pointers, *sizes, *steps, has_nine(filters, taps), torch.get_num_threads()
     )

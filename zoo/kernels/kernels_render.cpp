@@ -338,15 +338,25 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
     }
 }
 
+// x tanh(softplus(x))
+inline Vector mish(Vector x) {
+    const Vector e = powers_of_two(-larger(-x, spread(-20)) * 1.44269504f);  // e^min(x, 20); above 20, the factor below is 1
+    const Vector z = e * (e + 2);
+    return x * (z / (z + 2));
+}
+
+// Return the `n` numbers at `from` in float32, and zeros up to a multiple of LANES; all are zero if there is no `from`.
+template <typename T>
+std::vector<float> widened(const T* from, int64_t n) {
+    std::vector<float> whole(rounded_up(n, LANES));
+    for (int64_t i = 0; from && i < n; i++) whole[i] = wide(from[i]);
+    return whole;
+}
+
 // mish(layer norm of a row), plus `shift` if given. x and out [N, C]; weight, bias and shift [C].
 template <typename T>
 void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
-    const auto widened = [&](const T* from) {
-        std::vector<float> whole(rounded_up(C, LANES));
-        for (int64_t c = 0; from && c < C; c++) whole[c] = wide(from[c]);
-        return whole;
-    };
-    const std::vector<float> factor = widened(weight), offset = widened(bias), added = widened(shift);
+    const std::vector<float> factor = widened(weight, C), offset = widened(bias, C), added = widened(shift, C);
 #pragma omp parallel num_threads(threads) if (N * C > SMALL)
     {
         std::vector<float> row(rounded_up(C, LANES));
@@ -362,9 +372,7 @@ void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* ou
             const float scale = 1 / std::sqrt(squares / C + eps);
             for (int64_t c = 0; c < C; c += LANES) {
                 const Vector y = multiply_add(load(&offset[c]), (load(values + c) - mean) * scale, load(&factor[c]));
-                const Vector e = powers_of_two(-larger(-y, spread(-20)) * 1.44269504f);  // e^min(y, 20); above 20, the factor below is 1
-                const Vector z = e * (e + 2);
-                store(values + c, y * (z / (z + 2)) + load(&added[c]));
+                store(values + c, mish(y) + load(&added[c]));
             }
             T* to = out + n * C;
 #pragma omp simd
@@ -373,9 +381,57 @@ void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* ou
     }
 }
 
+// mish(group norm), plus `shift` if given. A group is C / G channels of all rows of a stream. x and out [B, N, C]; weight, bias and shift [C].
+void group_norm_mish(const float* x, const float* weight, const float* bias, const float* shift, float* out, int64_t B, int64_t N, int64_t C, int64_t G,
+                     float eps, int threads) {
+    const std::vector<float> factor = widened(weight, C), offset = widened(bias, C), added = widened(shift, C);
+    const int64_t wide_c = rounded_up(C, LANES), width = C / G;
+    std::vector<float> means(B * wide_c), scales(B * wide_c);  // of each channel's group
+#pragma omp parallel num_threads(threads) if (B * N * C > SMALL)
+    {
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < B * G; item++) {
+            const int64_t b = item / G, first = item % G * width;
+            const float* from = x + b * N * C + first;
+            double total = 0, squares = 0;
+            for (int64_t n = 0; n < N; n++) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < width; c++) sum += from[n * C + c];
+                total += sum;
+            }
+            const float mean = total / (N * width);
+            for (int64_t n = 0; n < N; n++) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < width; c++) sum += (from[n * C + c] - mean) * (from[n * C + c] - mean);
+                squares += sum;
+            }
+            std::fill_n(&means[b * wide_c + first], width, mean);
+            std::fill_n(&scales[b * wide_c + first], width, 1 / std::sqrt(float(squares / (N * width)) + eps));
+        }
+        std::vector<float> row(wide_c);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < B * N; n++) {
+            const float *mean = &means[n / N * wide_c], *scale = &scales[n / N * wide_c];
+            std::copy(x + n * C, x + (n + 1) * C, row.data());
+            for (int64_t c = 0; c < wide_c; c += LANES) {
+                const Vector y = multiply_add(load(&offset[c]), (load(&row[c]) - load(mean + c)) * load(scale + c), load(&factor[c]));
+                store(&row[c], mish(y) + load(&added[c]));
+            }
+            std::copy(row.data(), row.data() + C, out + n * C);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+void group_norm_mish_of_rows(const float* x, const float* weight, const float* bias, const float* shift, float* out, int64_t B, int64_t N, int64_t C,
+                             int64_t G, float eps, int threads) {
+    group_norm_mish(x, weight, bias, shift, out, B, N, C, G, eps, threads);
+}
 
 void attend_stretch_float32(const float* q, const float* k, const float* v, float* cache, const int64_t* slots, const int64_t* index,
                             const bool* mask, float* out, int64_t B, int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D,

@@ -104,19 +104,19 @@ struct Pointwise {
 };
 
 // A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. Without a frequency,
-// the rows are read as they are. `past` stands before the snake of x, unchanged. past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; mask [B, length
-// of past and x]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
+// the rows are read as they are. `past` stands before the snake of x, unchanged; without it, P rows of zeros do. There are zeros behind x, too. past [B,
+// P, C]; x [B, N, C]; mask [B, P + N]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
 struct SnakeConvolution {
     const float *past, *x, *w, *bias, *frequency, *gain;
     const bool* mask;
     Pointwise then;
     const float* residual;
     float* out;
-    int64_t B, P, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
+    int64_t B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
 
     // Write the snake of a row of past and x, or zeros behind them.
     void read(int64_t b, int64_t at, float* to) const {
-        if (at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+        if (at >= P + N || (at < P && !past) || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
         else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
         else if (const float* row = x + b * x_step + (at - P) * C; frequency) snake_row(row, frequency, gain, to, C);
         else std::copy(row, row + C, to);
@@ -314,10 +314,10 @@ void snake_of_rows(const float* x, const float* frequency, const float* gain, fl
 // See SnakeConvolution. `has_nine` says whether the weights are those of nine short filters.
 void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
-                            float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
-                            int64_t x_step, int64_t mask_step, int64_t residual_step, bool has_nine, int threads) {
-    convolve({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps, dilation, past_step, x_step,
-              mask_step, residual_step}, has_nine, threads);
+                            float* out, int64_t B, int64_t P, int64_t N, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation,
+                            int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, bool has_nine, int threads) {
+    convolve({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, N, M, C, D, taps, dilation, past_step,
+              x_step, mask_step, residual_step}, has_nine, threads);
 }
 
 // See depthwise_unit.

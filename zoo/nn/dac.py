@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import convolve_rows, rows_of, strides_apart, upsampling_taps
-from zoo.nn.residual import SnakeFilters, UpsamplingFilters, has_kernel, pointwise
+from zoo.nn.residual import ConvFilters, UpsamplingFilters, has_kernel, pointwise
 from zoo.nn.snake import Snake
 from zoo.nn.stretch import Stretch
 
@@ -51,7 +51,7 @@ class Residual(nn.Module):
         )
 
 
-class Conv(nn.Conv1d, SnakeFilters):
+class Conv(nn.Conv1d, ConvFilters):
     """A convolution after a snake, without padding."""
 
     weight: nn.Parameter

@@ -136,23 +136,15 @@ def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
 
 
 def packed_convolution(weight: Tensor) -> Tensor:
-    """Return a copy of a convolution's weight [out, C, taps], as `convolve` reads it: for oneDNN, or without
-    AVX-512 for our kernel.
-
-    With AVX2 both are equally fast. But oneDNN wants other layouts for other lengths and batches there, and
-    rearranging a weight in every call takes ten times as long as the convolution.
-    """
-    if kernels.has(weight) and weight.dtype == torch.float32 and not kernels.has_avx512():
-        return kernels.panels(weight.detach())
+    """Return a copy of a convolution's weight [out, C, taps], as `convolve` reads it."""
     image = weight.detach()[:, :, None].contiguous(memory_format=torch.channels_last)
     return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, None)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolve x [B, N, C] with a packed weight [out, C, taps] and a bias [out] -> [B, N - taps + 1, out]. A
-    matrix product would first need a copy of the windows of x; this does not."""
-    if not weight.is_mkldnn:
-        return kernels.convolve_snake(x.mT, None, weight, bias, taps=weight.shape[1], dilation=1).mT
+    matrix product would first need a copy of the windows of x; this does not. In float32, the kernels of
+    `zoo.nn.residual` are faster."""
     ones = [1, 1]
     y = torch.ops.mkldnn._convolution_pointwise(
         x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], ""

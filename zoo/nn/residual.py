@@ -24,8 +24,8 @@ from zoo.nn.snake import Snake, SnakeBeta
 MOST_BYTES = 20 << 20  # nine filters of larger weights take longer than torch; tap by tap was not measured
 
 
-class SnakeFilters:
-    """Mixin for a convolution after a snake: its weight as the kernels read it."""
+class ConvFilters:
+    """Mixin for a convolution: its weight as the CPU's kernels read it."""
 
     weight: nn.Parameter  # [Cout, C / groups, kernel]
     bias: nn.Parameter
@@ -56,7 +56,7 @@ class UpsamplingFilters:
         return self.bias.detach().repeat(self.weight.shape[2] // 2)
 
 
-class SnakeConv1d(CausalConv1d, SnakeFilters):
+class SnakeConv1d(CausalConv1d, ConvFilters):
     """A causal convolution after a snake."""
 
 
@@ -67,7 +67,7 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 def prepare(model: nn.Module) -> int:
     """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the
     bytes."""
-    layers = [layer for layer in model.modules() if isinstance(layer, SnakeFilters | UpsamplingFilters)]
+    layers = [layer for layer in model.modules() if isinstance(layer, ConvFilters | UpsamplingFilters)]
     return sum(layer.filters.nbytes for layer in layers if has_filters(layer))
 
 
@@ -122,22 +122,22 @@ def upsample_snake(
     )
 
 
-def pointwise(snake: Snake | SnakeBeta, conv: SnakeFilters) -> kernels.Pointwise:
+def pointwise(snake: Snake | SnakeBeta, conv: ConvFilters) -> kernels.Pointwise:
     """Return a snake and a convolution that is 1 wide, as the kernels take them."""
     return kernels.Pointwise(conv.filters, conv.bias, *snake.wave)
 
 
-def has_kernel(x: Tensor, conv: SnakeFilters | UpsamplingFilters) -> bool:
+def has_kernel(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
     """Return whether a CPU kernel computes the convolution of x [B, C, N]; it is faster than torch."""
     return is_float(x, conv) and has_filters(conv)
 
 
-def is_float(x: Tensor, conv: SnakeFilters | UpsamplingFilters) -> bool:
+def is_float(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
     """Return whether to use CPU kernels for x and the convolution, which must be float32."""
     return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
 
 
-def has_filters(conv: SnakeFilters | UpsamplingFilters) -> bool:
+def has_filters(conv: ConvFilters | UpsamplingFilters) -> bool:
     """Return whether the kernels can be used for a convolution's weight at all."""
     return conv.weight.dtype == torch.float32 and conv.weight.nbytes <= MOST_BYTES
 

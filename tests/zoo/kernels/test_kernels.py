@@ -170,6 +170,37 @@ def test_a_norm_and_its_mish_equal_torch(dtype, most, threads, monkeypatch):
     assert torch.equal(kernels.norm_mish(x[1:2, 5:6], weight, bias, shift, 1e-5), found[1:2, 5:6])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("channels", "groups"), [(16, 8), (80, 1), (256, 8)])
+def test_a_norm_over_groups_and_its_mish_equal_torch(channels, groups, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    x, shift = torch.randn(2, channels, 300) * 3 + 1, torch.randn(channels)
+    norm = torch.nn.GroupNorm(groups, channels).requires_grad_(False)
+    norm.weight.copy_(torch.randn(channels)), norm.bias.copy_(torch.randn(channels))
+    sizes = groups, norm.weight.double(), norm.bias.double(), norm.eps
+    truth = torch.nn.functional.mish(torch.nn.functional.group_norm(x.double(), *sizes))
+    for added in (None, shift):
+        found = kernels.group_norm_mish(x, norm, added)
+        expected = truth if added is None else truth + added.double()[:, None]
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(kernels.group_norm_mish(x[1:], norm, shift)[0], found[1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", [1, 7, 300])  # the last one by nine short filters
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_padded_convolution_equals_torch(taps, length, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    x, bias, more = torch.randn(2, 24, length), torch.randn(40), torch.randn(2, 40, length)
+    weight = torch.randn(40, 24, taps) / 8
+    filters = kernels.convolution_filters(weight)
+    found = kernels.convolve_snake(x, None, filters, bias, taps, 1, residual=more, padding=taps // 2)
+    expected = torch.nn.functional.conv1d(x, weight, bias, padding=taps // 2) + more
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_compiled_code_uses_the_kernels_only_in_operators():
     x = torch.ones(2)
     traced = torch.compile(lambda x: x + 1 if kernels.know(x) else x + 2, backend="eager", fullgraph=True)

@@ -331,21 +331,3 @@ def test_a_packed_convolution_gives_the_results_of_the_plain_one(dtype, shape):
         found = convolve(x, packed_convolution(weight), bias)
     close = CLOSE[dtype] if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}  # sums of 210 products
     torch.testing.assert_close(found, expected, **close)
-
-
-@pytest.mark.parametrize("has_avx512", [True, False])
-@pytest.mark.parametrize("shape", [(2, 7, 24, 40), (1, 3, 16, 16), (5, 60, 70, 33)])
-def test_a_convolution_packed_for_the_kernels_gives_the_results_of_the_plain_one(
-    shape, has_avx512, monkeypatch
-):
-    """Without AVX-512 oneDNN would rearrange the weight in calls of other lengths."""
-    kernels.build()
-    monkeypatch.setattr(kernels, "has_avx512", lambda: has_avx512)
-    torch.manual_seed(0)
-    batch, length, channels, out = shape
-    x, weight, bias = torch.randn(batch, length, channels), torch.randn(out, channels, 3), torch.randn(out)
-    packed = packed_convolution(weight * channels**-0.5)
-    assert packed.is_mkldnn == has_avx512
-    with torch.inference_mode():
-        expected = nn.functional.conv1d(x.mT, weight * channels**-0.5, bias).mT
-        torch.testing.assert_close(convolve(x, packed, bias), expected, rtol=0, atol=1e-5)

@@ -25,6 +25,7 @@ from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
+from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.sizes import MELS, FlowSizes
 from zoo.nn.s3.stretch import PagedLayer, Seen, Whole, may_follow_values
 
@@ -63,7 +64,7 @@ def pointwise(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return F.linear(x, conv.weight[..., 0], conv.bias)
 
 
-class Conv(Stateful):
+class Conv(Stateful, ConvFilters):
     """A causal convolution over rows: x [B, N, C] -> [B, N, Cout].
 
     It is one matrix product, or on a CPU a convolution, which is a tenth faster. Norms and attention read rows
@@ -73,7 +74,7 @@ class Conv(Stateful):
     def __init__(self, channels: int, out_channels: int):
         super().__init__(channels, KERNEL - 1, dim=1)
         self.weight = nn.Parameter(torch.empty(out_channels, channels, KERNEL))
-        self.bias = nn.Parameter(torch.empty(out_channels))
+        self.bias, self.groups = nn.Parameter(torch.empty(out_channels)), 1
 
     def prepare(self) -> None:
         """Lay the weight out in memory as `forward` reads it. Its shape does not change."""
@@ -85,6 +86,8 @@ class Conv(Stateful):
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         whole = state.extend(self, x)
+        if has_kernel(x, self):
+            return kernels.convolve_snake(whole.mT, None, self.filters, self.bias, KERNEL, dilation=1).mT
         if kernels.know(x) and self.packed is not None:
             return convolve(whole, self.packed, self.bias)
         reach = torch.cat([whole[:, i : i + x.shape[1]] for i in range(KERNEL)], -1)  # [B, N, KERNEL * C]

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
-from zoo.nn.residual import SnakeFilters
+from zoo.nn.residual import ConvFilters
 from zoo.nn.s3.sizes import MELS, VocoderSizes
 from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.snake import snake
@@ -202,7 +202,7 @@ class Conv(nn.Conv1d):
         return F.conv2d(image, weight, self.bias, (1, stride), dilation=(1, dilation))[:, :, 0]
 
 
-class SnakeConv(Conv, SnakeFilters):
+class SnakeConv(Conv, ConvFilters):
     """A convolution that follows a snake."""
 
     weight: nn.Parameter
