@@ -62,9 +62,9 @@ class Conv(nn.Conv1d, ConvFilters):
         if not has_kernel(x, self):
             y = super().forward(x)
             return y if more is None else more + y
-        [taps], padding = self.kernel_size, self.kernel_size[0] // 2
+        [taps] = self.kernel_size
         return kernels.convolve_snake(
-            x, None, self.filters, self.bias, taps, dilation=1, residual=more, padding=padding
+            x, None, self.filters, self.bias, taps, dilation=1, residual=more, padding=taps // 2
         )
 
     def forward(self, x: Tensor) -> Tensor:

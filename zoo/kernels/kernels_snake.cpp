@@ -114,7 +114,7 @@ struct SnakeConvolution {
     float* out;
     int64_t B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
 
-    // Write the snake of a row of past and x, or zeros behind them.
+    // Write a row of past, the snake of a row of x, or the zeros around them.
     void read(int64_t b, int64_t at, float* to) const {
         if (at >= P + N || (at < P && !past) || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
         else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
