@@ -113,7 +113,7 @@ class Codec(nn.Module):
         """Precompute the tensors that depend only on the weights. Call this once after loading them."""
         for transformer in transformers(self):
             transformer.prepare()
-        sizes = torch.tensor(self.config.codebook_sizes, device=self.decoder.tail.weight.device)
+        sizes = torch.tensor(self.config.codebook_sizes, device=self.decoder.tail.bias.device)
         table = torch.cat([part.table() for part in self.modules() if isinstance(part, Codebook)])
         for name, value in (("table", table), ("first", sizes.cumsum(0) - sizes), ("last", sizes - 1)):
             self.decoder.register_buffer(name, value, persistent=False)

@@ -64,9 +64,12 @@ class Conv(nn.Conv1d, ConvFilters):
         self.is_in_rows, self.weight = True, rows_of(self.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_in_rows:
-            return super().forward(x)
-        return convolve_rows(x, self.weight, self.bias, self.dilation[0])
+        [taps], [dilation] = self.kernel_size, self.dilation
+        if self.is_in_rows:
+            return convolve_rows(x, self.weight, self.bias, dilation)
+        if has_kernel(x, self):
+            return kernels.convolve_snake(x, None, self.filters, self.bias, taps, dilation)
+        return super().forward(x)
 
 
 class Unit(Residual):

@@ -15,7 +15,7 @@ from zoo.nn.blocked_stack import pack_stacks
 from zoo.nn.deferred import Deferred
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
-from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear, can_be_packed, has_16_bits
+from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear, TiedRows, can_be_packed, has_16_bits
 
 LEAST_BYTES = 64 << 10  # smaller matrices take little of a step, unless their stack is one operator
 KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
@@ -37,6 +37,7 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
     is_int8: weights of 16 bits are rounded to 8 where `is_rounded`.
     """
     others = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Deferred))
+    ties = tied_tables(model)
     # paths, because a list of layers would keep all plain weights until the last one is packed
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     for path in paths:
@@ -56,7 +57,24 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
             first, last = child.gate_up, child.down
             if isinstance(first, BlockedLinear) and isinstance(last, BlockedLinear) and last.bias is None:
                 model.set_submodule(path, BlockedSwiGLU(first, last))
+    for table, path in ties:
+        head = model.get_submodule(path)
+        if isinstance(head, BlockedLinear) and head.scales is None:
+            plain = model.get_submodule(table)
+            assert isinstance(plain, nn.Embedding | Tables), table
+            model.set_submodule(table, TiedRows(plain, head))
     pack_stacks(model)
+
+
+def tied_tables(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the paths of embeddings and of the heads that score with the same table."""
+    heads, tables = dict[tuple[int, torch.Size], str](), dict[str, tuple[int, torch.Size]]()
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            heads[layer.weight.data_ptr(), layer.weight.shape] = path
+        elif isinstance(layer, nn.Embedding | Tables):
+            tables[path] = layer.weight.data_ptr(), layer.weight.shape
+    return [(path, heads[place]) for path, place in tables.items() if place in heads]
 
 
 def is_rounded(model: nn.Module, path: str, least_bytes: int) -> bool:

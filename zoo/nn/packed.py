@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear
+from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import dtype_of
 
 GROUP = 64  # int8 weights that share a scale
@@ -97,6 +97,22 @@ class BlockedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.float()
         y = torch.ops.zoo.blocked_linear.default(x, self.blocks, self.scales, bias, self.num_columns)
         return y if self.parts is None else y.split(self.parts, -1)
+
+
+class TiedRows(nn.Module):
+    """An `nn.Embedding` or `Tables` whose rows are the columns of a head, which alone keeps them: index [...] ->
+    [..., in], in the plain layer's dtype."""
+
+    def __init__(self, plain: nn.Embedding | Tables, head: BlockedLinear):
+        super().__init__()
+        self.head, self.dtype = head, dtype_of(plain)
+        self.parts = plain.parts if isinstance(plain, Tables) else None
+        self.kept = torch.float32 if head.blocks.dtype == torch.float32 else torch.bfloat16
+
+    def forward(self, index: Tensor) -> Tensor:
+        if self.parts is not None:
+            index = index + torch.arange(len(self.parts), device=index.device) * self.parts[0]
+        return kernels.rows_of_blocks(self.head.blocks, index, self.kept).to(self.dtype)
 
 
 class BlockedSwiGLU(nn.Module):

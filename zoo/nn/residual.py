@@ -5,8 +5,8 @@ units, before upsamplings, and at the end of a codec's decoder, and take most of
        └────────────────────────────────────────────────────+
 
 The kernel convolves tap by tap or, where a signal is long, by nine short filters of sums of the signal
-(kernels_snake.cpp), which have more values than the weight: 17 for 7 taps. The layer's state is the same
-either way.
+(kernels_snake.cpp), which have more values than the weight: 17 for 7 taps. They replace the weight, of which
+`prepare` leaves shape and dtype. The layer's state is the same either way.
 """
 
 from __future__ import annotations
@@ -65,10 +65,14 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 
 
 def prepare(model: nn.Module) -> int:
-    """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the
-    bytes."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ConvFilters | UpsamplingFilters)]
-    return sum(layer.filters.nbytes for layer in layers if has_filters(layer))
+    """Make the filters that the kernels read, and free the weights that they replace: torch's operators can no
+    longer compute these layers. Return how many bytes more the model has then. On `meta`, only count them."""
+    growth = 0
+    for layer in model.modules():
+        if isinstance(layer, ConvFilters | UpsamplingFilters) and has_filters(layer):
+            growth += layer.filters.nbytes - layer.weight.nbytes
+            layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
+    return growth
 
 
 def residual_unit(
@@ -81,7 +85,7 @@ def residual_unit(
 ) -> Tensor:
     """Return x + conv2(snake2(conv1(snake1(x)))), x [B, C, N]; conv2 is 1 wide."""
     if not has_kernel(x, conv1):
-        return x + conv2(snake2(conv1(snake1(x), state)), state)
+        return x + convolve_snake(conv1(snake1(x), state), snake2, conv2, state)
     past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
     width, dilation, bias = conv1.weight.shape[2], conv1.dilation, conv1.bias
     return kernels.convolve_snake(x, snake1.wave, conv1.filters, bias, width, dilation, None, x, past, then)
@@ -106,7 +110,8 @@ def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: SnakeConv1d, state
     """conv(snake(x)): x [B, C, N] -> [B, Cout, N]"""
     if not has_kernel(x, conv):
         return conv(snake(x), state)
-    past, width = state.past(conv, x, snake), conv.weight.shape[2]
+    past = state.past(conv, x, snake) if conv.state_length > 0 else None
+    width = conv.weight.shape[2]
     return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, width, conv.dilation, past=past)
 
 
@@ -134,7 +139,7 @@ def has_kernel(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
 
 def is_float(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
     """Return whether to use CPU kernels for x and the convolution, which must be float32."""
-    return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
+    return kernels.know(x) and x.dtype == conv.weight.dtype == torch.float32
 
 
 def has_filters(conv: ConvFilters | UpsamplingFilters) -> bool:

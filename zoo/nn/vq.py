@@ -37,11 +37,12 @@ class SplitVQ(Parted):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Precompute the tables. Call this once, after the weights are loaded."""
+        """Precompute the tables and free what they are made of. Call this once, after the weights are loaded."""
         wide = torch.promote_types(self.sums.dtype, torch.float32)
         table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]
         table = table.unflatten(0, (len(self.parts), -1))[: self.used]  # [K, V, dim]
         self.register_buffer("table", table.to(self.sums.dtype).contiguous(), persistent=False)
+        del self.sums, self.usage
 
     def decode(self, codes: Tensor) -> Tensor:
         """codes [B, F, K] -> latent [B, width, F]."""

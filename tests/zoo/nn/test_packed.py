@@ -14,11 +14,12 @@ from zoo import kernels
 from zoo.checkpoint import loading
 from zoo.contract import Speech
 from zoo.nn.linear import FusedLinear, Tables
-from zoo.nn.narrow import BF16FusedLinear, BF16Linear, NarrowEmbedding, NarrowTables, narrow
+from zoo.nn.narrow import BF16FusedLinear, BF16Linear, NarrowEmbedding, NarrowTables, narrow, tied_head
 from zoo.nn.pack import pack
 from zoo.nn.packed import (
     BlockedLinear,
     PackedLinear,
+    TiedRows,
     convolve,
     packed_convolution,
     rounded_to_int8,
@@ -234,6 +235,32 @@ def test_embeddings_of_16_bits_stay_in_bf16_and_return_the_same():
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     for same, value in zip(found, expected, strict=True):
         assert same.dtype == torch.float32 and torch.equal(same, value)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("form", ["blocks", "onednn"])
+@torch.inference_mode()
+def test_a_table_that_is_also_a_head_is_kept_once_in_our_layout(bits, form):
+    kernels.build()
+    torch.manual_seed(0)
+    tables = Tables(3, 50, 70)
+    nn.init.normal_(tables.weight)
+    module = nn.ModuleDict({"one": nn.Embedding(515, 70), "three": tables, "other": nn.Embedding(515, 70)})
+    module.update({"head": tied_head(module["one"]), "heads": tied_head(tables)})
+    if bits == 16:
+        rounded(module["one"]), rounded(tables)
+    one, three = torch.tensor([[0, 7, 8], [77, 511, 514]]), torch.tensor([[1, 2, 49]])
+    x = torch.randn(2, 70)
+    expected = module["one"](one), module["three"](three), module["head"](x), module["heads"](x)
+    with choices.assumed(form):
+        pack(module, 0)
+    found = module["one"](one), module["three"](three), module["head"](x), module["heads"](x)
+    assert isinstance(module["one"], TiedRows) == isinstance(module["three"], TiedRows) == (form == "blocks")
+    assert not isinstance(module["other"], TiedRows)
+    for same, value in zip(found[:2], expected[:2], strict=True):
+        assert same.dtype == torch.float32 and torch.equal(same, value)
+    for same, value in zip(found[2:], expected[2:], strict=True):
+        torch.testing.assert_close(same, value, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow

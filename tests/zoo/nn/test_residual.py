@@ -148,11 +148,28 @@ def test_the_kernel_is_used_for_float32_on_a_cpu():
 
 
 def test_the_bytes_of_filters_are_counted():
-    made = prepare(Part(96, Snake))
+    part = Part(96, Snake)
+    weights = sum(parameter.nbytes for name, parameter in part.named_parameters() if name.endswith("weight"))
+    made = prepare(part)
     assert prepare(Part(96, Snake).to("meta")) == made
     # short filters have seventeen taps instead of seven; outputs are padded to a multiple of 64
     up, unit, apart, tail = 2 * 96 * 128, 17 * 48 * 64 + 48 * 64, 7 * 48 + 48 * 64, 17 * 48 * 64
-    assert made == 4 * (up + 2 * unit + apart + tail)
+    assert made == 4 * (up + 2 * unit + apart + tail) - weights
+
+
+@pytest.mark.parametrize("most_bytes", [20 << 20, 48 * 48 * 4], ids=["all", "only 1 wide"])
+@torch.inference_mode()
+def test_weights_that_filters_replace_are_freed(most_bytes, monkeypatch):
+    monkeypatch.setattr("zoo.nn.residual.MOST_BYTES", most_bytes)
+    part, x = Part(96, Snake), heard(96)
+    convs = [layer for layer in part.modules() if isinstance(layer, SnakeConv1d | SnakeConvTranspose1d)]
+    freed = [layer for layer in convs if has_filters(layer)]
+    assert freed and (len(freed) == len(convs)) == (most_bytes == 20 << 20)
+    expected = stream(part, x, (5,))
+    prepare(part)
+    assert all(layer.weight.is_meta == (layer in freed) for layer in convs)
+    for found, same in zip(stream(part, x, (5,)), expected, strict=True):
+        assert torch.equal(found, same)
 
 
 @torch.inference_mode()

@@ -48,6 +48,7 @@ def test_split_vq_equals_two_residual_quantizers(used):
         parameter.normal_()
     ours.usage.uniform_(0.5, 3)
     ours.prepare()
+    assert not {name for name, _ in ours.named_parameters()} & {"sums", "usage"}  # the table replaces them
     branches = (
         residual(ours.table[:1], ours.first_in, ours.first_out),
         residual(ours.table[1:], ours.rest_in, ours.rest_out),

@@ -123,7 +123,9 @@ def test_decoder_looks_back_exactly_one_window(codec, window, last):
     config = copy.deepcopy(TINY_CODEC)
     config["decoder_config"]["sliding_window"] = window
     decoder = Codec(*configs(config)).decoder.double().eval().requires_grad_(False)
-    decoder.load_state_dict(codec.decoder.state_dict())
+    table = codec.decoder.quantizer.table.flatten(0, 1)  # prepare() freed what it is made of
+    rows = {"quantizer.sums": table, "quantizer.usage": table.new_ones(len(table))}
+    decoder.load_state_dict(codec.decoder.state_dict() | rows)
     decoder.prepare()
     torch.manual_seed(3)
     codes = random_codes(1, FRAMES, 16)
