@@ -65,8 +65,8 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 
 
 def prepare(model: nn.Module) -> int:
-    """Make the filters that the kernels read, and free the weights that they replace: torch's operators can no
-    longer compute these layers. Return how many bytes more the model has then. On `meta`, only count them."""
+    """Make the filters that the kernels read, and free the weights that they replace: these layers then run in
+    the kernels even in `kernels.plain`. Return how many bytes more the model has then. On `meta`, only count them."""
     growth = 0
     for layer in model.modules():
         if isinstance(layer, ConvFilters | UpsamplingFilters) and has_filters(layer):
@@ -138,8 +138,10 @@ def has_kernel(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
 
 
 def is_float(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
-    """Return whether to use CPU kernels for x and the convolution, which must be float32."""
-    return kernels.know(x) and x.dtype == conv.weight.dtype == torch.float32
+    """Return whether to use CPU kernels for x and the convolution, which must be float32. A convolution whose
+    weight was freed has no other form."""
+    is_freed = conv.weight.is_meta and not x.is_meta
+    return (is_freed or kernels.know(x)) and x.dtype == conv.weight.dtype == torch.float32
 
 
 def has_filters(conv: ConvFilters | UpsamplingFilters) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import alone, directory
 from torch import Tensor, nn
 
+import zoo
+from serving.tools.requests import every_request
 from zoo import kernels
 from zoo.nn.conv import CodecState, StateLayout
 from zoo.nn.residual import (
@@ -170,6 +173,17 @@ def test_weights_that_filters_replace_are_freed(most_bytes, monkeypatch):
     assert all(layer.weight.is_meta == (layer in freed) for layer in convs)
     for found, same in zip(stream(part, x, (5,)), expected, strict=True):
         assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("name", ["qwen3_tts", "voxcpm2", "fish_s2", "bagpiper", "glm4_voice", "cosyvoice2"])
+def test_the_plain_loop_speaks_without_the_freed_weights(name):
+    model = zoo.load(directory(name, "tiny"), "cpu", "float32")
+    request = next(iter(every_request(model, 5)[0].values()))
+    prepare(model)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    found, expected = zoo.generate(model, request), alone(name, request)
+    assert torch.equal(found.frames, expected.frames)
+    torch.testing.assert_close(found.samples, expected.samples, rtol=0, atol=1e-4)
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
-from zoo.nn.residual import ConvFilters
+from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.sizes import MELS, VocoderSizes
 from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.snake import snake
@@ -210,7 +210,7 @@ class SnakeConv(Conv, ConvFilters):
 
     def of_snake(self, snake: Snake, x: Tensor, mask: Tensor | None, more: Tensor | None = None) -> Tensor:
         """Return the convolution of snake(x), zeroed where the mask is false, plus the middle of `more`."""
-        if not kernels.know(x):
+        if not has_kernel(x, self):
             y = self(masked(snake(x), mask))
             return y if more is None else y.add_(middle(more, y.shape[2]))
         [taps], [dilation] = self.kernel_size, self.dilation
