@@ -30,9 +30,9 @@ FORMS: dict[str, Callable[[nn.Linear | FusedLinear], nn.Module]] = {
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False) -> None:
     """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free
     the plain weights. Weights that have only 16 bits stay in bf16 if that is faster, and embeddings stay in
-    bf16, too. In a module with `reads_many_rows`, all layers are replaced by oneDNN's. Encoders of other
-    packages stay as they are. Does nothing if the model is not on a CPU, or if this build or machine lacks the
-    kernels.
+    bf16, too. An embedding that is also a head reads the head's layout. In a module with `reads_many_rows`, all
+    layers are replaced by oneDNN's. Encoders of other packages stay as they are. Does nothing if the model is
+    not on a CPU, or if this build or machine lacks the kernels.
 
     is_int8: weights of 16 bits are rounded to 8 where `is_rounded`.
     """

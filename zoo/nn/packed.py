@@ -100,8 +100,8 @@ class BlockedLinear(nn.Module):
 
 
 class TiedRows(nn.Module):
-    """An `nn.Embedding` or `Tables` whose rows are the columns of a head, which alone keeps them: index [...] ->
-    [..., in], in the plain layer's dtype."""
+    """An `nn.Embedding` or `Tables` that shares its rows with a head, which keeps them in its layout: index [...]
+    -> [..., in], in the plain layer's dtype."""
 
     def __init__(self, plain: nn.Embedding | Tables, head: BlockedLinear):
         super().__init__()
