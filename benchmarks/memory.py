@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory DIR...
 
-DIR: a model's directory. Each form is loaded in a process of its own. Counted is the growth of
-anonymous memory after all packages were imported and the kernels built. Nothing is served.
+DIR: a model's directory. A process of its own loads each form, and reports by how much its anonymous memory grew
+after all packages were imported and the kernels built. Nothing is served. This needs Linux.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ def main() -> None:
     parser.add_argument("directories", nargs="+", metavar="DIR")
     parser.add_argument("--form", choices=("plain", "served"), help="only this one, in this process")
     options = parser.parse_args()
+    for directory in options.directories:
+        try:
+            zoo.find(directory)
+        except ValueError as error:
+            parser.error(str(error))
     if options.form is not None:
-        [directory] = options.directories
-        print(grown(directory, options.form == "served"))
+        for directory in options.directories:
+            print(grown(directory, options.form == "served"))
         return
     print(HEADER, flush=True)
     for directory in options.directories:
@@ -41,7 +46,7 @@ def main() -> None:
 def measured(directory: str, form: str) -> int:
     """Return the bytes of a form, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.memory", directory, "--form", form]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
 def grown(directory: str, is_served: bool) -> int:

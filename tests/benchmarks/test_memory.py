@@ -22,7 +22,6 @@ def test_a_tensor_counts_once_it_is_written():
 
 
 @pytest.mark.slow
-def test_both_forms_of_a_model_are_measured_in_processes_of_their_own():
-    place, own = str(directory("qwen3_tts", "tiny")), anonymous_bytes()
+def test_both_forms_of_a_model_are_measured():
+    place = str(directory("qwen3_tts", "tiny"))
     assert all(0 < measured(place, form) < 200e6 for form in ("plain", "served"))
-    assert anonymous_bytes() - own < 10e6

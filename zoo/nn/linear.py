@@ -35,8 +35,7 @@ class Tables(Parted):
 
     def forward(self, index: Tensor) -> Tensor:
         """index [B, count], one row of each table -> [B, count, D]"""
-        first = torch.arange(len(self.parts), device=index.device) * self.parts[0]
-        return F.embedding(index + first, self.weight)
+        return F.embedding(stacked(index, self.parts), self.weight)
 
     def rows(self, which: int, index: Tensor) -> Tensor:
         """index [B], rows of one table -> [B, D]"""
@@ -45,6 +44,11 @@ class Tables(Parted):
     def table(self, which: int) -> Tensor:
         """-> [rows, D]"""
         return self.weight.narrow(0, which * self.parts[0], self.parts[0])
+
+
+def stacked(index: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """Return the rows of stacked tables of equal size for index [..., count], one row of each table."""
+    return index + torch.arange(len(parts), device=index.device) * parts[0]
 
 
 class SwiGLU(nn.Module):

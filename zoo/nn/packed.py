@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.linear import FusedLinear, Tables
+from zoo.nn.linear import FusedLinear, Tables, stacked
 from zoo.nn.narrow import dtype_of
 
 GROUP = 64  # int8 weights that share a scale
@@ -110,9 +110,15 @@ class TiedRows(nn.Module):
         self.kept = torch.float32 if head.blocks.dtype == torch.float32 else torch.bfloat16
 
     def forward(self, index: Tensor) -> Tensor:
-        if self.parts is not None:
-            index = index + torch.arange(len(self.parts), device=index.device) * self.parts[0]
-        return kernels.rows_of_blocks(self.head.blocks, index, self.kept).to(self.dtype)
+        where = index if self.parts is None else stacked(index, self.parts)
+        return kernels.rows_of_blocks(self.head.blocks, where, self.kept).to(self.dtype)
+
+    def rows(self, which: int, index: Tensor) -> Tensor:
+        """index [B], rows of one of several tables -> [B, in]"""
+        assert self.parts is not None, "one table has no parts"
+        return kernels.rows_of_blocks(self.head.blocks, index + which * self.parts[0], self.kept).to(
+            self.dtype
+        )
 
 
 class BlockedSwiGLU(nn.Module):

@@ -66,7 +66,8 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 
 def prepare(model: nn.Module) -> int:
     """Make the filters that the kernels read, and free the weights that they replace: these layers then run in
-    the kernels even in `kernels.plain`. Return how many bytes more the model has then. On `meta`, only count them."""
+    the kernels even in `kernels.plain`. Return how many bytes more the model has then. On `meta`, only count
+    them."""
     growth = 0
     for layer in model.modules():
         if isinstance(layer, ConvFilters | UpsamplingFilters) and has_filters(layer):
