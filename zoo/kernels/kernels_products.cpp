@@ -10,7 +10,7 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 // A block of weights has EIGHT vectors of columns. For each k it holds EIGHT / PER_WORD vectors of words, and a word holds one weight of each of
 // PER_WORD vectors of columns.
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
-constexpr int64_t STRETCH = 128;  // positions of k after which the next tile begins, so that the weights between them stay in a core's first cache
+constexpr int64_t STRETCH = 64;  // words of a column after which the next tile begins, so that the weights between them stay in a core's first cache
 constexpr int64_t LINE = 64, DISTANCE = 16 << 10;  // bytes; how far ahead weights are fetched from memory while a tile is computed
 
 // Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers.
@@ -48,29 +48,34 @@ struct Quarters {  // int8
 };
 
 // Add R rows of x times V vectors of n rows of a block, times scale [BLOCK] if the weights are scaled, to y (R rows of BLOCK sums). Meanwhile, fetch
-// LINES lines for each row of the block from `ahead` on.
+// LINES lines for each of the first `fetching` rows of the block from `ahead` on.
 template <typename Packed, int R, int V, int LINES>
-inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead) {
-    constexpr int PER_WORD = Packed::PER_WORD;
+inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead, int64_t fetching) {
+    constexpr int PER_WORD = Packed::PER_WORD, PAIR = std::max(2, PER_WORD);  // weights for which a factor is spread once
     Vector sum[R][V];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < V; j++) sum[r][j] = Packed::IS_SCALED ? spread(0) : load(y + r * BLOCK + j * LANES);
     for (int64_t k = 0; k < n; k++) {
+        if (k < fetching) {
 #pragma GCC unroll 4
-        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
-#pragma GCC unroll 8
-        for (int j = 0; j < V; j += PER_WORD) {
-            const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT + j) / PER_WORD * LANES);
-            Vector weight[PER_WORD];
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
+        }
 #pragma GCC unroll 4
-            for (int i = 0; i < PER_WORD; i++) weight[i] = Packed::weight(words, i);
+        for (int j = 0; j < V; j += PAIR) {
+            Vector weight[PAIR];
+#pragma GCC unroll 2
+            for (int i = 0; i < PAIR; i += PER_WORD) {
+                const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT + j + i) / PER_WORD * LANES);
+#pragma GCC unroll 4
+                for (int part = 0; part < PER_WORD; part++) weight[i + part] = Packed::weight(words, part);
+            }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const Vector factor = spread(x[r * stride + k]);
 #pragma GCC unroll 4
-                for (int i = 0; i < PER_WORD; i++) sum[r][j + i] = multiply_add(sum[r][j + i], factor, weight[i]);
+                for (int i = 0; i < PAIR; i++) sum[r][j + i] = multiply_add(sum[r][j + i], factor, weight[i]);
             }
         }
     }
@@ -83,35 +88,33 @@ inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, c
         }
 }
 
-// Do the same for `rows` rows, at most MOST, and all vectors of the block, V at a time.
+// Do the same for `rows` rows, at most MOST, and all vectors of the block, V at a time. Each tile fetches for `fetching` rows.
 template <typename Packed, int MOST, int V, int LINES>
-inline void tiles_of(int64_t rows, const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead) {
+inline void tiles_of(int64_t rows, const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead, int64_t fetching) {
     if constexpr (MOST > 1) {
-        if (rows < MOST) return tiles_of<Packed, MOST - 1, V, LINES>(rows, x, stride, w, n, scale, y, ahead);
+        if (rows < MOST) return tiles_of<Packed, MOST - 1, V, LINES>(rows, x, stride, w, n, scale, y, ahead, fetching);
     }
-    for (int j = 0; j < EIGHT; j += V) {
+    for (int j = 0; j < EIGHT; j += V, ahead += fetching * LINES * LINE) {
         const uint32_t* from = w + j / Packed::PER_WORD * LANES;
-        const float* by = scale + (Packed::IS_SCALED ? j * LANES : 0);
-        if (j < 2 * V) tile<Packed, MOST, V, LINES>(x, stride, from, n, by, y + j * LANES, ahead + j / V * n * LINES * LINE);
-        else tile<Packed, MOST, V, 0>(x, stride, from, n, by, y + j * LANES, ahead);
+        tile<Packed, MOST, V, LINES>(x, stride, from, n, scale + (Packed::IS_SCALED ? j * LANES : 0), y + j * LANES, ahead, fetching);
     }
 }
 
-// Do the same for M rows. The first two tiles fetch the lines ahead, or the only one.
+// Do the same for M rows. Together the tiles fetch as many lines as they read. Each has an equal share, because memory cannot deliver all of them at once.
 template <typename Packed>
 inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
     constexpr int LINES = std::max<int>(1, BLOCK * 4 / Packed::PER_WORD / LINE), HALF = std::max(1, LINES / 2), NARROW = std::max(MOST_VECTORS, Packed::PER_WORD);
     const char* ahead = reinterpret_cast<const char*>(w) + DISTANCE;
-    if (M <= 3) return tiles_of<Packed, 3, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead);
-    const int64_t most = M <= FEW ? 3 : MOST_ROWS, groups = (M + most - 1) / most;
-    for (int64_t m = 0, group = 0; group < groups; group++) {
+    if (M <= 3) return tiles_of<Packed, 3, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead, n);
+    const bool is_few = M <= FEW;
+    const int64_t most = is_few ? 3 : MOST_ROWS, groups = (M + most - 1) / most, tiles_each = is_few ? 1 : EIGHT / NARROW;
+    const int64_t shares = groups * tiles_each * HALF, fetching = std::min(n, (n * LINES + shares - 1) / shares);
+    for (int64_t m = 0, group = 0; group < groups; group++, ahead += tiles_each * fetching * HALF * LINE) {
         const int64_t rows = (M - m + groups - group - 1) / (groups - group);
         const float* from = x + m * stride;
         float* to = y + m * BLOCK;
-        const char* next = ahead + group * n * HALF * LINE;
-        if (M <= FEW) tiles_of<Packed, 3, EIGHT, HALF>(rows, from, stride, w, n, scale, to, next);
-        else if (group * (EIGHT / NARROW) < 2) tiles_of<Packed, MOST_ROWS, NARROW, HALF>(rows, from, stride, w, n, scale, to, next);
-        else tiles_of<Packed, MOST_ROWS, NARROW, 0>(rows, from, stride, w, n, scale, to, next);
+        if (is_few) tiles_of<Packed, 3, EIGHT, HALF>(rows, from, stride, w, n, scale, to, ahead, fetching);
+        else tiles_of<Packed, MOST_ROWS, NARROW, HALF>(rows, from, stride, w, n, scale, to, ahead, fetching);
         m += rows;
     }
 }
@@ -129,7 +132,7 @@ struct Weight {
 template <typename Packed>
 void multiply_as(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
     constexpr int64_t WORDS = BLOCK / Packed::PER_WORD;
-    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH;
+    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH * Packed::PER_WORD;
     std::vector<float> sums(M * BLOCK);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
