@@ -97,7 +97,8 @@ def main() -> None:
     if options.profile:
         with torch.profiler.profile(record_shapes=True) as seen:
             render(family, options.streams[0], spent_s)
-        print(seen.key_averages(group_by_input_shape=True).table(sort_by="self_cpu_time_total", row_limit=30))
+        by_shape = seen.key_averages(group_by_input_shape=True)
+        print(by_shape.table("self_cpu_time_total", row_limit=30, max_shapes_column_width=110))
 
 
 if __name__ == "__main__":

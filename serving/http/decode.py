@@ -29,11 +29,10 @@ KNOWN = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), AAC, M4A/MP4, WebM or AIFF"
 def decode(data: bytes, max_s: float) -> AudioClip:
     """Return the samples of an audio file, mixed down to one channel.
 
-    The samples keep their rate up to MAX_KEPT_HZ; higher rates are resampled to it. Two channels are averaged
-    the way librosa's to_mono does, because the models' own code reads references with it. FFmpeg mixes down
-    surround sound. Decoding goes frame by
-    frame and fails as soon as it exceeds max_s, because a file of a few kilobytes can hold minutes of audio.
-    Raises ValueError.
+    The samples keep their rate up to MAX_KEPT_HZ; higher rates are resampled to it. Two channels are
+    averaged the way librosa's to_mono does, because the models' own code reads references with it. FFmpeg
+    mixes down surround sound. Decoding goes frame by frame and fails as soon as it exceeds max_s, because a
+    file of a few kilobytes can hold minutes of audio. Raises ValueError.
     """
     import av  # not in the HTTP process, which shares this file's constants
 

@@ -38,9 +38,8 @@ WEIGHTS = ("published", "int8", "fp8")
 
 def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
     """Set the threads for the largest family, lay matrices out for the CPU, build its kernels, and keep
-    freed memory.
-    Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
-    compiled and its place cannot be written, or the C++ compiler is missing.
+    freed memory. Call it once for all of a process, before anything is compiled. Raises ValueError if
+    something is to be compiled and its place cannot be written, or the C++ compiler is missing.
 
     weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels,
     "fp8" a GPU that multiplies it.
@@ -92,8 +91,7 @@ def check_weights(families: Sequence[Family], compile: bool, weights: str) -> No
 @contextmanager
 def cached(family: Family) -> Iterator[Entry]:
     """Open the family's place in the cache for code that is compiled within; after a new entry, prune the
-    cache. Raises
-    ValueError if its place cannot be written."""
+    cache. Raises ValueError if its place cannot be written."""
     with artifacts.opened(cache_place(family)) as entry:
         yield entry
     if not entry.is_found:
@@ -102,8 +100,7 @@ def cached(family: Family) -> Iterator[Entry]:
 
 def cache_place(family: Family) -> Path:
     """Return the place of the family's compiled code. Nothing in it depends on slots, on memory, on
-    threads, or on
-    the models that it is served with."""
+    threads, or on the models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "kernels", here / "contract")
     # a configuration holds every number that the modules were made with

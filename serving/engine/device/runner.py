@@ -1,9 +1,8 @@
 """One family's launches on its slots and pages.
 
-The host counts every position itself, so page tables and lengths never wait for the device. The device sends
-back
-one small report per launch (frames ready, done, text), which is read a launch later, and the rendered
-samples, which are read when they are there.
+The host counts every position itself, so page tables and lengths never wait for the device. The device
+sends back one small report per launch (frames ready, done, text), which is read a launch later, and the
+rendered samples, which are read when they are there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     prompts   requests to prompts, beside both
 
 Work on one stream is done in the order it is given in. Work on two streams is ordered by the host, which
-reads the
-first result before it launches the second, or by an event.
+reads the first result before it launches the second, or by an event.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Count the device memory that a model needs before it is loaded. The tensors have no memory (`meta`), so
-this
-takes seconds and reads no weights."""
+this takes seconds and reads no weights."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """One window at a time, where windows are made one after the other and steps wait meanwhile: the earliest
 deadline first.
 
-A listener needs its next window before its audio ends, and a launched window is not interrupted.
-So each listener has slack: its remaining audio, less the windows of those with earlier deadlines, its own,
-and
-the steps that its frames still need. A listener that waits for first audio goes before all whose slack allows
-it; while there is one, no other window is made before it must. Otherwise windows are as large as the others'
-slack allows, since a large one takes less time than two.
+A listener needs its next window before its audio ends, and a launched window is not interrupted. So each
+listener has slack: its remaining audio, less the windows of those with earlier deadlines, its own, and the
+steps that its frames still need. A listener that waits for first audio goes before all whose slack allows
+it; while there is one, no other window is made before it must. Otherwise windows are as large as the
+others' slack allows, since a large one takes less time than two.
 """
 
 from __future__ import annotations

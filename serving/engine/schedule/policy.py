@@ -221,9 +221,8 @@ class Streaming(Policy):
         to the middle shape.
 
         The time of other models counts once: a model whose listeners are in need goes first, and others let
-        it
-        pass. A grid's first stretch may be shorter than any shape; then it must last until the next one is
-        there.
+        it pass. A grid's first stretch may be shorter than any shape; then it must last until the next one
+        is there.
         """
         shapes, timing = now.shapes, now.timing
         own_s = timing.iteration_s - timing.other_models_s
