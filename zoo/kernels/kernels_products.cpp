@@ -10,7 +10,7 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 // A block of weights has EIGHT vectors of columns. For each k it holds EIGHT / PER_WORD vectors of words, and a word holds one weight of each of
 // PER_WORD vectors of columns.
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
-constexpr int64_t STRETCH = 64;  // words of a column after which the next tile begins, so that the weights between them stay in a core's first cache
+constexpr int64_t STRETCH = 64;  // times BLOCK: words of weights that one round of tiles reads, so that they stay in a core's first cache
 constexpr int64_t LINE = 64, DISTANCE = 16 << 10;  // bytes; how far ahead weights are fetched from memory while a tile is computed
 
 // Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers.
