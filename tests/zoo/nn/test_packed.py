@@ -122,13 +122,17 @@ def test_weights_keep_their_bits_and_give_the_results_of_fp32(sizes, bias, bits)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_of_a_product_in_bf16_depends_on_neither_the_others_nor_the_threads(threads):
+@pytest.mark.parametrize("bits", [16, 32])
+def test_a_row_of_a_product_in_blocks_depends_on_neither_the_others_nor_the_threads(bits, threads):
     kernels.build()
     torch.manual_seed(0)
-    narrow = nn.Sequential(rounded(nn.Linear(700, 160)))
+    linear = nn.Linear(700, 160)
+    narrow = nn.Sequential(rounded(linear) if bits == 16 else linear)
     x = torch.randn(40, 700)
     with torch.inference_mode():
-        pack(narrow, 0)
+        with choices.assumed("blocks"):
+            pack(narrow, 0)
+        assert isinstance(narrow[0], BlockedLinear)
         together = narrow(x)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
