@@ -51,7 +51,7 @@ struct Quarters {  // int8
 // LINES lines for each of the first `fetching` rows of the block from `ahead` on.
 template <typename Packed, int R, int V, int LINES>
 inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, const char* ahead, int64_t fetching) {
-    constexpr int PER_WORD = Packed::PER_WORD, PAIR = std::max(2, PER_WORD);  // weights for which a factor is spread once
+    constexpr int PER_WORD = Packed::PER_WORD, TOGETHER = std::max(2, PER_WORD);  // weights for which a factor is spread once
     Vector sum[R][V];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
@@ -63,10 +63,10 @@ inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, c
             for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
         }
 #pragma GCC unroll 4
-        for (int j = 0; j < V; j += PAIR) {
-            Vector weight[PAIR];
+        for (int j = 0; j < V; j += TOGETHER) {
+            Vector weight[TOGETHER];
 #pragma GCC unroll 2
-            for (int i = 0; i < PAIR; i += PER_WORD) {
+            for (int i = 0; i < TOGETHER; i += PER_WORD) {
                 const Words words = *reinterpret_cast<const Words*>(w + (k * EIGHT + j + i) / PER_WORD * LANES);
 #pragma GCC unroll 4
                 for (int part = 0; part < PER_WORD; part++) weight[i + part] = Packed::weight(words, part);
@@ -75,7 +75,7 @@ inline void tile(const float* x, int64_t stride, const uint32_t* w, int64_t n, c
             for (int r = 0; r < R; r++) {
                 const Vector factor = spread(x[r * stride + k]);
 #pragma GCC unroll 4
-                for (int i = 0; i < PAIR; i++) sum[r][j + i] = multiply_add(sum[r][j + i], factor, weight[i]);
+                for (int i = 0; i < TOGETHER; i++) sum[r][j + i] = multiply_add(sum[r][j + i], factor, weight[i]);
             }
         }
     }
