@@ -10,12 +10,11 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 // A block of weights has EIGHT vectors of columns. For each k it holds EIGHT / PER_WORD vectors of words, and a word holds one weight of each of
 // PER_WORD vectors of columns.
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
-constexpr int64_t STRETCH = 64;  // times BLOCK: words of weights that one round of tiles reads, so that they stay in a core's first cache
-constexpr int64_t LINE = 64, DISTANCE = 16 << 10;  // bytes; how far ahead weights are fetched from memory while a tile is computed
+constexpr int64_t LINE = 64, STRETCH = 16 << 10;  // bytes; a round of tiles reads a stretch of weights from the first cache and fetches the next one
 
 // Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers.
 #if defined(__AVX512F__)
-constexpr int FEW = 3, MOST_ROWS = 3, MOST_VECTORS = EIGHT;
+constexpr int FEW = 3, MOST_ROWS = 6, MOST_VECTORS = 4;
 #else
 constexpr int FEW = 5, MOST_ROWS = 6, MOST_VECTORS = 2;
 #endif
@@ -104,7 +103,7 @@ inline void tiles_of(int64_t rows, const float* x, int64_t stride, const uint32_
 template <typename Packed>
 inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
     constexpr int LINES = std::max<int>(1, BLOCK * 4 / Packed::PER_WORD / LINE), HALF = std::max(1, LINES / 2), NARROW = std::max(MOST_VECTORS, Packed::PER_WORD);
-    const char* ahead = reinterpret_cast<const char*>(w) + DISTANCE;
+    const char* ahead = reinterpret_cast<const char*>(w) + STRETCH;
     if (M <= 3) return tiles_of<Packed, 3, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead, n);
     const bool is_few = M <= FEW;
     const int64_t most = is_few ? 3 : MOST_ROWS, groups = (M + most - 1) / most, tiles_each = is_few ? 1 : EIGHT / NARROW;
@@ -132,7 +131,7 @@ struct Weight {
 template <typename Packed>
 void multiply_as(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
     constexpr int64_t WORDS = BLOCK / Packed::PER_WORD;
-    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH * Packed::PER_WORD;
+    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH / 4 / WORDS;
     std::vector<float> sums(M * BLOCK);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
