@@ -12,7 +12,9 @@ typedef int32_t Signed __attribute__((vector_size(sizeof(Vector)), aligned(4), m
 constexpr int EIGHT = 8, BLOCK = EIGHT * LANES;
 constexpr int64_t LINE = 64, STRETCH = 16 << 10;  // bytes; a round of tiles reads a stretch of weights from the first cache and fetches the next one
 
-// Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers.
+// Sizes of tiles. With few rows, a tile reads all columns of a block at once; with more, it has as many sums as stay in registers. Up to ONE_TILE rows
+// have a single tile, which reads each weight once and so needs no stretches.
+constexpr int ONE_TILE = 3;
 #if defined(__AVX512F__)
 constexpr int FEW = 3, MOST_ROWS = 6, MOST_VECTORS = 4;
 #else
@@ -104,15 +106,15 @@ template <typename Packed>
 inline void tiles(const float* x, int64_t stride, const uint32_t* w, int64_t n, const float* scale, float* y, int64_t M) {
     constexpr int LINES = std::max<int>(1, BLOCK * 4 / Packed::PER_WORD / LINE), HALF = std::max(1, LINES / 2), NARROW = std::max(MOST_VECTORS, Packed::PER_WORD);
     const char* ahead = reinterpret_cast<const char*>(w) + STRETCH;
-    if (M <= 3) return tiles_of<Packed, 3, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead, n);
+    if (M <= ONE_TILE) return tiles_of<Packed, ONE_TILE, EIGHT, LINES>(M, x, stride, w, n, scale, y, ahead, n);
     const bool is_few = M <= FEW;
-    const int64_t most = is_few ? 3 : MOST_ROWS, groups = (M + most - 1) / most, tiles_each = is_few ? 1 : EIGHT / NARROW;
+    const int64_t most = is_few ? ONE_TILE : MOST_ROWS, groups = (M + most - 1) / most, tiles_each = is_few ? 1 : EIGHT / NARROW;
     const int64_t shares = groups * tiles_each * HALF, fetching = std::min(n, (n * LINES + shares - 1) / shares);
     for (int64_t m = 0, group = 0; group < groups; group++, ahead += tiles_each * fetching * HALF * LINE) {
         const int64_t rows = (M - m + groups - group - 1) / (groups - group);
         const float* from = x + m * stride;
         float* to = y + m * BLOCK;
-        if (is_few) tiles_of<Packed, 3, EIGHT, HALF>(rows, from, stride, w, n, scale, to, ahead, fetching);
+        if (is_few) tiles_of<Packed, ONE_TILE, EIGHT, HALF>(rows, from, stride, w, n, scale, to, ahead, fetching);
         else tiles_of<Packed, MOST_ROWS, NARROW, HALF>(rows, from, stride, w, n, scale, to, ahead, fetching);
         m += rows;
     }
@@ -131,7 +133,7 @@ struct Weight {
 template <typename Packed>
 void multiply_as(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
     constexpr int64_t WORDS = BLOCK / Packed::PER_WORD;
-    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : STRETCH / 4 / WORDS;
+    const int64_t K = w.K, N = w.N, blocks = (N + BLOCK - 1) / BLOCK, stretch = Packed::IS_SCALED ? w.group : M <= ONE_TILE ? K : STRETCH / 4 / WORDS;
     std::vector<float> sums(M * BLOCK);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
