@@ -198,15 +198,6 @@ def in_blocks(weight: Tensor) -> Tensor:
     return words.flatten(2)
 
 
-def rows_of_blocks(blocks: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [..., K] of a matrix [N, K] that `in_blocks` laid out; index [...]. dtype: of the matrix."""
-    weights = blocks.view(dtype)  # [blocks, K, columns]
-    columns, per_word = weights.shape[2], 4 // dtype.itemsize
-    vector, lane = index % columns // (columns // EIGHT), index % (columns // EIGHT)
-    place = (vector // per_word * (columns // EIGHT) + lane) * per_word + vector % per_word
-    return weights[index // columns, :, place]
-
-
 def scales_in_blocks(scales: Tensor) -> Tensor:
     """Return scales [N, groups] float32 as `blocked_linear` reads them, [blocks, groups, columns]."""
     assert _library is not None and scales.dtype == torch.float32, f"{scales.dtype}"

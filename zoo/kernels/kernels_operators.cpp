@@ -67,6 +67,21 @@ Tensor blocked_swiglu(const Tensor& x, const Tensor& gate_up, const std::optiona
     return by_rows(x, first.K, num_columns, [&](const float* rows, int64_t num, float* to) { swiglu(rows, first, last, to, num, threads); });
 }
 
+// See nn/packed.py.
+Tensor blocked_rows(const Tensor& index, const Tensor& blocks, int64_t num_rows) {
+    STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long, "the index of rows is not int64");
+    const Weight weight = weight_of(blocks, std::nullopt, num_rows);
+    const Tensor places = torch::stable::contiguous(index);
+    const int64_t *first = data<int64_t>(places), num = places.numel();
+    for (int64_t i = 0; i < num; i++) STD_TORCH_CHECK(first[i] >= 0 && first[i] < num_rows, "row ", first[i], " of ", num_rows);
+    std::vector<int64_t> sizes(places.sizes().begin(), places.sizes().end());
+    sizes.push_back(weight.K);
+    Tensor out = torch::stable::new_empty(places, sizes, ScalarType::Float);
+    const auto read = weight.has_32_bits ? &read_rows<float> : &read_rows<bfloat16>;
+    read(weight, first, data<float>(out), num, torch::stable::get_num_threads());
+    return out;
+}
+
 // See nn/packed.py. The weight is packed by oneDNN.
 Tensor packed_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
     AtenTensorHandle added = bias ? bias->get() : nullptr, out;
@@ -276,6 +291,7 @@ std::tuple<Tensor, Tensor> grow_frame_attention(const Tensor& q, const Tensor& k
 STABLE_TORCH_LIBRARY_IMPL(zoo, CPU, library) {
     library.impl("blocked_linear", TORCH_BOX(&blocked_linear));
     library.impl("blocked_swiglu", TORCH_BOX(&blocked_swiglu));
+    library.impl("blocked_rows", TORCH_BOX(&blocked_rows));
     library.impl("blocked_stack", TORCH_BOX(&blocked_stack));
     library.impl("blocked_frame_stack", TORCH_BOX(&blocked_frame_stack));
     if (&aoti_torch_cpu__linear_pointwise) library.impl("packed_linear", TORCH_BOX(&packed_linear));

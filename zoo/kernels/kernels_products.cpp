@@ -154,6 +154,19 @@ void multiply_as(const float* x, const Weight& w, const float* bias, float* y, i
     }
 }
 
+// to [M, K]: rows index [M] of a matrix of T, float or bfloat16. They are columns of its blocks.
+template <typename T>
+void read_rows(const Weight& w, const int64_t* index, float* to, int64_t M, int threads) {
+    constexpr int64_t PER_WORD = 4 / sizeof(T);
+#pragma omp parallel for schedule(static) num_threads(threads) if (M * w.K > SMALL)
+    for (int64_t m = 0; m < M; m++) {
+        const int64_t block = index[m] / BLOCK, vector = index[m] % BLOCK / LANES, lane = index[m] % LANES;
+        const int64_t place = (vector / PER_WORD * LANES + lane) * PER_WORD + vector % PER_WORD;
+        const T* from = reinterpret_cast<const T*>(w.words) + block * w.K * BLOCK + place;
+        for (int64_t k = 0; k < w.K; k++) to[m * w.K + k] = wide(from[k * BLOCK]);
+    }
+}
+
 void multiply(const float* x, const Weight& w, const float* bias, float* y, int64_t M) {
     if (w.scales) multiply_as<Quarters>(x, w, bias, y, M);
     else if (w.has_32_bits) multiply_as<Wholes>(x, w, bias, y, M);

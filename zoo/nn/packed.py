@@ -107,18 +107,17 @@ class TiedRows(nn.Module):
         super().__init__()
         self.head, self.dtype = head, dtype_of(plain)
         self.parts = plain.parts if isinstance(plain, Tables) else None
-        self.kept = torch.float32 if head.blocks.dtype == torch.float32 else torch.bfloat16
 
     def forward(self, index: Tensor) -> Tensor:
         where = index if self.parts is None else stacked(index, self.parts)
-        return kernels.rows_of_blocks(self.head.blocks, where, self.kept).to(self.dtype)
+        head = self.head
+        return torch.ops.zoo.blocked_rows.default(where, head.blocks, head.num_columns).to(self.dtype)
 
     def rows(self, which: int, index: Tensor) -> Tensor:
         """index [B], rows of one of several tables -> [B, in]"""
         assert self.parts is not None, "one table has no parts"
-        return kernels.rows_of_blocks(self.head.blocks, index + which * self.parts[0], self.kept).to(
-            self.dtype
-        )
+        head, where = self.head, index + which * self.parts[0]
+        return torch.ops.zoo.blocked_rows.default(where, head.blocks, head.num_columns).to(self.dtype)
 
 
 class BlockedSwiGLU(nn.Module):
@@ -190,6 +189,10 @@ def _empty_columns(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], others[-1]))
 
 
+def _empty_rows(index: Tensor, blocks: Tensor, num_rows: int) -> Tensor:
+    return blocks.new_empty((*index.shape, blocks.shape[1]), dtype=torch.float32)
+
+
 # Weights are `kernels.in_blocks`, with `kernels.scales_in_blocks` if they are int8. A bias is float32
 # [num_columns]. Sums are float32.
 kernels.cpp_operator(
@@ -197,6 +200,8 @@ kernels.cpp_operator(
     "(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int num_columns) -> Tensor",
     _empty_columns,
 )
+# Rows [..., K], float32, of a matrix [num_rows, K] in blocks; index [...] int64.
+kernels.cpp_operator("blocked_rows", "(Tensor index, Tensor blocks, int num_rows) -> Tensor", _empty_rows)
 kernels.cpp_operator(
     "blocked_swiglu",
     "(Tensor x, Tensor gate_up, Tensor? gate_up_scales, Tensor down, Tensor? down_scales, int num_columns)"
