@@ -273,6 +273,9 @@ def test_a_table_that_is_also_a_head_is_kept_once_in_our_layout(bits, form):
     for same, value in zip(found_rows, rows, strict=True):
         assert same.dtype == torch.float32 and torch.equal(same, value)
     torch.testing.assert_close(found_scores, scores, rtol=0, atol=2e-5)
+    if form == "blocks":
+        with pytest.raises(RuntimeError, match="row 515 of 515"):
+            module["one"](torch.tensor([3, 515]))
 
 
 @pytest.mark.slow
