@@ -1,5 +1,4 @@
-"""The comparison of fp8 products on a device, with the plain form in the place of the device's; and the table of steps
-that fp8 weights change."""
+"""The comparison of fp8 products on a device, with the plain form in the place of the device's."""
 
 from __future__ import annotations
 
@@ -7,10 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import family
 
 from benchmarks import device_kernels
-from benchmarks import fp8 as table
 from compile_cache import choices
 from zoo.nn import fp8
 
@@ -55,17 +52,3 @@ def test_a_machine_without_fp8_says_why():
     assert found == {
         "skipped": "weights fp8 need a GPU of compute capability 8.9 or newer, and the model is on cpu"
     }
-
-
-def test_equal_forms_agree_at_every_step():
-    found = table.agreement(family("toy"), family("toy"), 4)
-    assert found.steps == found.equal > 0 and found.noise == 0 < found.signal
-    assert found.cell(has_codes=True) == f"{found.steps} (100%)" and found.cell(has_codes=False) == "equal"
-
-
-def test_codes_that_differ_are_counted():
-    assert table.Agreement(4, 1, codes=64, apart=16).cell(has_codes=True) == "1 (75%)"
-
-
-def test_latents_have_their_ratio_to_the_error():
-    assert table.Agreement(4, 0, signal=200.0, noise=2.0).cell(has_codes=False) == "20.0 dB"

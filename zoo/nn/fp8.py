@@ -2,8 +2,8 @@
 
 Each row of a weight has a scale, and so has each row of the activations, which are rounded in the compiled
 graph: inductor does it in the kernel of the norm or the gate before. The largest value of a row becomes 448.
-Codes change; `benchmarks/fp8.py` measures how many, with the plain form of the product, which any machine
-computes.
+Codes change; `benchmarks/rounded_weights.py` measures how many, with the plain form of the product, which any
+machine computes.
 
 Not every product gains. On an H200, those with long sums and few outputs are slower in fp8 unless they have
 hundreds of rows (benchmarks/LOG.md). So each shape is measured while a model is loaded.

@@ -66,6 +66,11 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES, is_int8: bool = False
     pack_stacks(model)
 
 
+def num_in_int8(model: nn.Module) -> int:
+    """Return how many products of a packed model read weights that were rounded to int8."""
+    return sum(isinstance(layer, BlockedLinear) and layer.scales is not None for layer in model.modules())
+
+
 def tied_tables(model: nn.Module) -> list[tuple[str, str]]:
     """Return the paths of embeddings and of the heads that score with the same table."""
     heads, tables = dict[tuple[int, torch.Size], str](), dict[str, tuple[int, torch.Size]]()

@@ -15,7 +15,7 @@ from compile_cache.artifacts import Entry
 from zoo import kernels
 from zoo.contract import Family
 from zoo.nn import fp8, residual
-from zoo.nn.pack import pack
+from zoo.nn.pack import num_in_int8, pack
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger second one
@@ -39,7 +39,8 @@ WEIGHTS = ("published", "int8", "fp8")
 def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
     """Set the threads for the largest family, lay matrices out for the CPU, build its kernels, and keep
     freed memory. Call it once for all of a process, before anything is compiled. Raises ValueError if
-    something is to be compiled and its place cannot be written, or the C++ compiler is missing.
+    something is to be compiled and its place cannot be written, if the C++ compiler is missing, or if no
+    family has weights that can be rounded as wanted.
 
     weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels,
     "fp8" a GPU that multiplies it.
@@ -70,6 +71,11 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
         for family in families:
             pack(family, is_int8=weights == "int8")
             residual.prepare(family)
+    if weights == "int8" and not any(num_in_int8(family) for family in families):
+        names = " and ".join(family.spec.name or family.spec.family for family in families)
+        raise ValueError(
+            f"weights int8 round large matrices that are published in 16 bits, and {names} has none: use weights published"
+        )
     keep_freed_memory()
 
 

@@ -102,6 +102,7 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
             "GPU of compute capability 8.9 or newer, and the model is on cpu: use weights published or int8",
         ),
         ("int8", False, "compiled kernels without --no-compile"),
+        ("int8", True, "published in 16 bits, and toy has none: use weights published"),
     ],
 )
 def test_weights_that_cannot_be_rounded_are_refused(weights, compile, why):

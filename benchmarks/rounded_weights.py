@@ -1,10 +1,13 @@
-"""Count the greedy steps whose codes change with `--weights fp8`, on any machine, and print a table.
+"""Count the greedy steps whose codes change with `--weights int8` or `fp8`, on any machine, and print a table.
 
-    python benchmarks/fp8.py DIR [--family qwen3_tts ...] [--frames 20]
+    python benchmarks/rounded_weights.py int8|fp8 DIR [--family qwen3_tts ...] [--frames 20]
 
 DIR keeps a demo checkpoint of size `mid` for each family; missing ones are written. Each step starts from the
-state of the plain form in bf16, as with `zoo parity`. Products in fp8 are computed in their plain form, which
-the GPU's products are compared with (benchmarks/device.py, part fp8). For latents, the table has their SNR.
+state of the published weights, as with `zoo parity`. For latents, the table has their SNR.
+
+int8: next to bf16 weights in fp32 arithmetic, the default on a CPU. It needs a CPU's kernels.
+fp8: next to bf16, in the products' plain form, which the GPU's products are compared with
+(benchmarks/device.py, part fp8).
 """
 
 from __future__ import annotations
@@ -27,11 +30,15 @@ from benchmarks.families import checkpoint
 from serving.engine.engine import Engine
 from serving.tools import parity
 from serving.tools.requests import every_request
+from zoo import kernels
 from zoo.contract import Family
 from zoo.nn import fp8
+from zoo.nn.pack import num_in_int8, pack
 
-FAMILIES = ("voxcpm2", "qwen3_tts", "higgs_v3", "fish_s2", "csm", "orpheus")
-HEADER = "| | steps | bf16 as fp32: steps (codes) | fp8 as bf16 |\n|---|---|---|---|"
+HEADER = {
+    "int8": "| | steps | int8 as published: steps (codes) |\n|---|---|---|",
+    "fp8": "| | steps | bf16 as fp32: steps (codes) | fp8 as bf16 |\n|---|---|---|---|",
+}
 
 
 @dataclass
@@ -56,16 +63,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("weights", choices=HEADER)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--family", nargs="+", default=FAMILIES, choices=sorted(zoo.families()))
+    parser.add_argument("--family", nargs="+", default=sorted(zoo.families()), choices=sorted(zoo.families()))
     parser.add_argument("--frames", type=int, default=20)
     options = parser.parse_args()
-    print(HEADER, flush=True)
+    print(HEADER[options.weights], flush=True)
+    row = {"int8": int8_row, "fp8": fp8_row}[options.weights]
     for name in options.family:
         print(row(name, checkpoint(name, options.directory), options.frames), flush=True)
 
 
-def row(name: str, path: Path, frames: int) -> str:
+def int8_row(name: str, path: Path, frames: int) -> str:
+    plain, rounded = (zoo.load(path, "cpu", "float32", keeps_bf16=True) for _ in range(2))
+    kernels.build()
+    pack(rounded, is_int8=True)
+    num_rounded = num_in_int8(rounded)
+    if num_rounded == 0:
+        return f"| {name}, no large matrix of 16 bits | | |"
+    found = agreement(plain, rounded, frames)
+    return f"| {name}, {num_rounded} products | {found.steps} | {found.cell(not plain.spec.noise_shape)} |"
+
+
+def fp8_row(name: str, path: Path, frames: int) -> str:
     exact, plain, rounded = (zoo.load(path, "cpu", dtype) for dtype in ("float32", "bfloat16", "bfloat16"))
     fp8.round_weights(rounded)
     num_rounded = sum(isinstance(layer, fp8.FP8Linear) for layer in rounded.modules())
