@@ -74,7 +74,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     if weights == "int8" and not any(num_in_int8(family) for family in families):
         names = " and ".join(family.spec.name or family.spec.family for family in families)
         raise ValueError(
-            f"weights int8 round large matrices that are published in 16 bits, and {names} has none: use weights published"
+            f"weights int8 round large matrices that are published in 16 bits, and {names} has none: "
+            "use weights published"
         )
     keep_freed_memory()
 
