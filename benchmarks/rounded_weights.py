@@ -82,17 +82,21 @@ def int8_row(name: str, path: Path, frames: int) -> str:
     if num_rounded == 0:
         return f"| {name}, no large matrix of 16 bits | | |"
     found = agreement(plain, rounded, frames)
-    return f"| {name}, {num_rounded} products | {found.steps} | {found.cell(not plain.spec.noise_shape)} |"
+    return f"| {name}, {num_rounded} products | {found.steps} | {found.cell(has_codes(plain))} |"
 
 
 def fp8_row(name: str, path: Path, frames: int) -> str:
     exact, plain, rounded = (zoo.load(path, "cpu", dtype) for dtype in ("float32", "bfloat16", "bfloat16"))
     fp8.round_weights(rounded)
     num_rounded = sum(isinstance(layer, fp8.FP8Linear) for layer in rounded.modules())
-    has_codes = not plain.spec.noise_shape
     as_fp32, as_bf16 = (agreement(*pair, frames) for pair in ((exact, plain), (plain, rounded)))
-    cells = str(as_bf16.steps), as_fp32.cell(has_codes), as_bf16.cell(has_codes)
+    cells = str(as_bf16.steps), as_fp32.cell(has_codes(plain)), as_bf16.cell(has_codes(plain))
     return f"| {name}, {num_rounded} products | {' | '.join(cells)} |"
+
+
+def has_codes(family: Family[Any]) -> bool:
+    """Return whether frames are codes, and not latents."""
+    return not family.spec.frame_dtype.is_floating_point
 
 
 def agreement(plain: Family[Any], other: Family[Any], frames: int) -> Agreement:
