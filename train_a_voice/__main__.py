@@ -51,6 +51,13 @@ def export(args: argparse.Namespace) -> None:
     print(f"{args.voice}: {size / 1e6:.1f} MB of tensors")
 
 
+def reopen(args: argparse.Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, tensors in checkpoint.read(args.voice).items():
+        module = {f"talker.{key}": x for key, x in tensors.items()} if name == "talker" else tensors
+        torch.save({"step": 0, "share": 1.0, "module": module}, args.out / f"{name}.pt")
+
+
 def score(args: argparse.Namespace) -> None:
     from train_a_voice import score
 
@@ -81,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     one = step("export", export, "write a checkpoint that `zoo serve` loads")
     one.add_argument("out", type=Path, metavar="OUT", help="directory of the training")
     one.add_argument("voice", type=Path, metavar="VOICE", help="directory of the checkpoint")
+
+    one = step("reopen", reopen, "write the parts of an exported voice to OUT, for `train --begin OUT`")
+    one.add_argument("voice", type=Path, metavar="VOICE", help="directory of the checkpoint")
+    one.add_argument("out", type=Path, metavar="OUT", help="directory for talker.pt and decoder.pt")
 
     one = step("score", score, "print word error rates by stage and by length of the text")
     one.add_argument("work", type=Path, metavar="WORK", help="working directory of `pack`")

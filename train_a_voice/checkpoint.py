@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from train_a_voice.codes import SIZE
@@ -110,6 +110,23 @@ def write_decoder(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     ours = {f"decoder.{name}": tensor for name, tensor in tensors.items()}
     beside = {name: part for name, part in table.items() if not part.startswith("decoder.")}
     _write(directory / "speech_tokenizer" / "model.safetensors", codec, table, ours, beside)
+
+
+def read(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of "talker" and "decoder" by the names of their modules."""
+    config, _, configs, _ = describe(directory)
+    talker = _read(directory / "model.safetensors", weights.root(config))
+    codec = _read(directory / "speech_tokenizer" / "model.safetensors", weights.codec(*configs))
+    kept = {name: tensor for name, tensor in codec.items() if name.startswith("decoder.")}
+    return {"talker": talker, "decoder": {name.removeprefix("decoder."): x for name, x in kept.items()}}
+
+
+def _read(path: Path, table: Mapping[str, str]) -> dict[str, Tensor]:
+    found = load_file(path)
+    parts: dict[str, list[Tensor]] = {}
+    for theirs, ours in table.items():  # in the order of the parts
+        parts.setdefault(ours.partition("[")[0], []).append(found[theirs])
+    return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in parts.items()}
 
 
 def _write(

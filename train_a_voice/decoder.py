@@ -201,7 +201,7 @@ def target(found: Features, codebooks: Codebooks) -> np.ndarray:
     """Return int16 samples [T * FRAME]: the true mel spectrogram with the codes' pitch and voicing."""
     shapes = codebooks.shapes.numpy()
     shape = (found.voicing @ shapes.T - (shapes**2).sum(1) / 2).argmax(1)
-    return to_int16(vocoder.speak(found.mel, found.cycles, shapes[shape]))
+    return to_int16(vocoder.speak(found.mel, found.cycles, shapes[shape], found.speaker))
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:

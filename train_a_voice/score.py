@@ -88,14 +88,14 @@ def hear(case: Case, folder: Path, voice: Path | None) -> dict[str, str]:
     found = track.analyse(speech, case.speaker, maker.colours)
     codes = maker.codebooks.encode(found.mel, found.cycles, found.voicing)
     sounds = {
-        "features": vocoder.speak(found.mel, found.cycles, found.voicing),
-        "codes": vocoder.speak(*maker.codebooks.decode(codes)),
+        "features": vocoder.speak(found.mel, found.cycles, found.voicing, case.speaker),
+        "codes": vocoder.speak(*maker.codebooks.decode(codes), case.speaker),
     }
     if family is not None:
         request = Request(text=case.text, voice=SPEAKERS[case.speaker], seed=case.seed)
         said = zoo.generate(family, request, max_frames=2 * len(codes))
         sounds["decoder"] = decode(family.codec.decoder, torch.from_numpy(codes.astype(np.int64)))
-        sounds["talker"] = vocoder.speak(*maker.codebooks.decode(said.frames.numpy()))
+        sounds["talker"] = vocoder.speak(*maker.codebooks.decode(said.frames.numpy()), case.speaker)
         sounds["voice"] = said.samples.numpy()
     heard = {stage: judge.transcribe(samples, RATE_HZ) for stage, samples in sounds.items()}
     return {"flite": judge.transcribe(speech.samples / 32768, FLITE_HZ)} | heard

@@ -39,6 +39,7 @@ from zoo.qwen3_tts.config import Config
 from zoo.qwen3_tts.depth import CodePredictor, DepthBlock
 from zoo.qwen3_tts.model import Talker
 
+HELPERS = "phones."  # parameters of a Training that are not its talker's
 GUIDED = (1, 2)  # layers whose first head learns where to look
 PHONES = 2  # layer whose output predicts the phones
 

@@ -36,6 +36,7 @@ class Features:
     mel: np.ndarray  # [T, HOPS, BANDS] float32, natural log
     cycles: np.ndarray  # [T], see vocoder
     voicing: np.ndarray  # [T, HOPS] float32, 0 to 1
+    speaker: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def analyse(speech: Speech, speaker: int, colours: Colours) -> Features:
     voicing[is_over] = 0
     mel = np.maximum(mel, np.log(FLOOR)).astype(np.float32).reshape(-1, HOPS, BANDS)
     by_frame = pitch_hz.reshape(-1, HOPS), voicing.astype(np.float32).reshape(-1, HOPS)
-    return Features(mel, vocoder.cycles(*by_frame), by_frame[1])
+    return Features(mel, vocoder.cycles(*by_frame), by_frame[1], speaker)
 
 
 def measure_colours(spoken: Sequence[Sequence[Speech]], log_mel: Sequence[Sequence[np.ndarray]]) -> Colours:

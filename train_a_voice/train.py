@@ -63,7 +63,7 @@ def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
     raw = scratch / "lexicon.txt"
     raw.write_bytes(lzma.decompress((folder / "lexicon.xz").read_bytes()))
     lexicon = sentences.Lexicon.load(raw)
-    size, number = (20, 2) if args.is_quick else (MORE, MOST_PARTS)
+    size, number = (20, 2) if args.is_quick else (MORE, WAVES if args.only == "decoder" else MOST_PARTS)
     began_s, done = time.time(), 0
     with ProcessPoolExecutor(args.processes, mp_context=SPAWN) as pool:
         waiting = set()
@@ -112,6 +112,8 @@ class Begin:
             return
         missing, extra = module.load_state_dict(self.state["module"], strict=False)
         missing = [name for name in missing if name in dict(module.named_parameters())]
+        # a checkpoint lacks the helpers of a training, which begin anew
+        missing = [name for name in missing if self.state["step"] > 0 or not name.startswith(talker.HELPERS)]
         assert not missing and not extra, f"another voice: missing {missing}, unexpected {extra}"
 
 
@@ -186,7 +188,9 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
     if not grow(sounds):
         print("no speech was made in time: the decoder learns from the packed codes", flush=True)
         given = Lines.load(folder / "lines.npz").first(20 if args.is_quick else 3_000)
-        sounds.add(given.codes, decoder.to_int16(vocoder.speak(*codebooks.decode(given.codes))))
+        for codes, speaker in zip(np.split(given.codes, given.edges[1:-1]), given.speakers, strict=True):
+            wave = vocoder.speak(*codebooks.decode(codes), int(speaker))
+            sounds.add(codes, decoder.to_int16(wave))
     print(f"{sounds.num} frames on {device}", flush=True)
     model = Decoder(DecoderConfig.from_json(codec_config(settings)))
     decoder.train(
@@ -213,6 +217,7 @@ def command(args: argparse.Namespace, scratch: Path, role: str) -> list[str]:
     line += ["--device", args.device] if args.device else []
     line += ["--begin", str(args.begin)] if args.begin else []
     line += ["--no-graphs"] if args.no_graphs else []
+    line += ["--only", args.only] if args.only else []
     return [*line, "--seed", str(args.seed), "--role", role]
 
 
@@ -301,6 +306,8 @@ def train(args: argparse.Namespace) -> int:
     if args.role == "more":
         make_more(args.folder, args.scratch, args)
     elif args.role != "all":
+        if args.role == args.only:  # nothing else trains
+            torch.set_num_threads(os.cpu_count() or 1)
         ROLES[args.role](args.folder, args.scratch, settings, args)
     else:
         memory = Path("/dev/shm")

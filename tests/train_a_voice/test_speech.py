@@ -151,12 +151,33 @@ def test_the_search_keeps_the_prefixes_that_leave_least() -> None:
         assert tuple(found.tolist()) == beam[0]
 
 
-def test_the_vocoder_reproduces_the_features(fitted: codes.Codebooks) -> None:
-    (found,) = synthetic.spoken(["mama nam an"])
+@pytest.mark.parametrize("speaker", [0, 1])
+def test_the_vocoder_reproduces_the_features_with_the_formants_of_the_speaker(
+    fitted: codes.Codebooks, speaker: int
+) -> None:
+    found = track.analyse(synthetic.speech("mama nam an"), speaker, synthetic.COLOURS)
     samples = decoder.target(found, fitted) / 32767
     heard = features.log_mel(samples.astype(np.float32)).reshape(found.mel.shape)
     is_loud = found.mel.mean(2) > np.log(features.FLOOR) + 3
-    assert np.abs(heard - found.mel)[is_loud].mean() < 0.35
+    far = {
+        formants: np.abs(heard - found.mel @ vocoder.moved(formants))[is_loud].mean()
+        for formants in vocoder.FORMANTS
+    }
+    assert far[vocoder.FORMANTS[speaker]] < 0.35
+    assert min(far, key=lambda formants: far[formants]) == vocoder.FORMANTS[speaker]
+
+
+@pytest.mark.parametrize("formants", [0.9, 1.0, 1.1])
+def test_a_peak_moves_with_the_formants(formants: float) -> None:
+    middle = features.corners_hz()[1:-1]
+
+    def peak(hz: float) -> np.ndarray:
+        return -(((middle - hz) / 600) ** 2)
+
+    moved = peak(2_000) @ vocoder.moved(formants)
+    there = np.abs(middle - 2_000 * formants) < 500
+    np.testing.assert_allclose(moved[there], -(((middle / formants - 2_000) / 600) ** 2)[there], atol=0.05)
+    np.testing.assert_array_equal(vocoder.moved(1.0), np.eye(features.BANDS))
 
 
 def test_equal_frames_have_equal_samples() -> None:

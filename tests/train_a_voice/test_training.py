@@ -315,6 +315,20 @@ def test_one_part_is_trained_and_the_other_is_kept(tmp_path: Path, monkeypatch: 
     assert (args.out / "decoder.pt").read_bytes() == b"trained before"
 
 
+def test_a_part_that_trains_alone_has_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BOOKS.save(tmp_path / "codebooks.npz")
+    args, threads, before = options(tmp_path, tmp_path, 60), [], torch.get_num_threads()
+    monkeypatch.setattr(train.os, "cpu_count", lambda: 3)
+    monkeypatch.setitem(train.ROLES, "decoder", lambda *_: threads.append(torch.get_num_threads()))
+    args.role = "decoder"
+    try:
+        for args.only in (None, "decoder"):
+            assert train.train(args) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [before, 3]
+
+
 def trained(folder: Path, out: Path, scratch: Path) -> None:
     """Play both roles for some steps each, without other processes."""
     args = options(folder, out, 1)
@@ -392,6 +406,25 @@ def test_the_trained_talker_equals_the_served_one(voice: Path) -> None:
         assert (torch.stack([x.argmax(1) for x in likely], 1).numpy() == codes_of[:, 1:]).all()
 
 
+def test_an_exported_voice_is_opened_again(voice: Path, tmp_path: Path) -> None:
+    """Its parts make the same files, and a training can begin with each."""
+    main(["reopen", str(voice), str(tmp_path)])
+    main(["export", str(tmp_path), str(tmp_path / "again")])
+    for name in ("model.safetensors", "speech_tokenizer/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (voice / name).read_bytes()
+    config = describe(voice)[0]
+    training = talker.Training(Talker(config), config, synthetic.NUM_PHONES, BOOKS)
+    train.Begin(tmp_path / "talker.pt").load(training)
+    part = training.talker.depth.layers[0].qkv.weight
+    served = zoo.load(voice, device="cpu", dtype=torch.float32).talker.depth.layers[0].qkv.weight
+    assert torch.equal(part, served)
+    train.Begin(tmp_path / "decoder.pt").load(Decoder(DecoderConfig.from_json(codec_config(QUICK))))
+    state = torch.load(tmp_path / "talker.pt", weights_only=True) | {"step": 5}
+    torch.save(state, tmp_path / "talker.pt")
+    with pytest.raises(AssertionError, match=r"missing \['phones"):
+        train.Begin(tmp_path / "talker.pt").load(training)
+
+
 def test_the_full_voice_is_small_enough(tmp_path: Path) -> None:
     checkpoint.write_texts(tmp_path, FULL)
     _, parameters = survey(tmp_path)
@@ -402,7 +435,7 @@ def test_an_unknown_step_lists_the_possible_ones(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["sing", "nowhere"])
     message = capsys.readouterr().err
-    assert all(step in message for step in ("pack", "train", "export", "score"))
+    assert all(step in message for step in ("pack", "train", "export", "reopen", "score"))
 
 
 @pytest.mark.slow
