@@ -135,12 +135,15 @@ def with_words(text: str, words: list[Pronunciation], asked: RequestFlags, spec:
 def loaded(directory: str, device: str | None, dtype: str | None, weights: str) -> Family[Any]:
     """Load a model, and print the licence of its weights if it limits their use. Raises ValueError."""
     import zoo
+    from compile_cache import threads
     from serving.engine.device.prepare_for_host import prepare_for_host
 
     is_rounded = weights != "published"
     family = zoo.load(directory, device=device, dtype=dtype, keeps_bf16=is_rounded)
     if is_rounded:
         prepare_for_host(family, weights=weights)
+    else:
+        threads.set_num_threads(family)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     return family

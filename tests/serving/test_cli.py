@@ -398,6 +398,14 @@ def test_say_replaces_terms(zoo, checkpoint, tmp_path):
     assert "must be a JSON list such as" in out
 
 
+def test_say_speaks_with_one_thread_if_the_model_is_small(zoo, checkpoint, tmp_path, monkeypatch):
+    """On a busy machine, a second thread made the small voice take thirty times as long."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    how = "-m", checkpoint, "-o", tmp_path / "out.wav", "--max-new-tokens", 2, "--voice", "vivian"
+    assert zoo("say", "Hello.", *how).returncode == 0 and threads == [1]
+
+
 def test_say_rounds_weights_only_if_asked(zoo, checkpoint, tmp_path, monkeypatch):
     prepared = []
 
