@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from train_a_voice.pack import SPAWN, Maker
 from zoo.qwen3_tts.codec import Decoder
 from zoo.qwen3_tts.model import Qwen3TTS
 from zoo.request import Request
+
+if TYPE_CHECKING:  # the stages need no HTTP
+    import httpx
 
 SHORT, MEDIUM = 40, 80  # most letters
 JOINED = 420  # letters of several sentences, about 30 s
@@ -113,8 +117,14 @@ def speakers_of(url: str) -> list[str]:
     import httpx
 
     address, names_only = f"{url.rstrip('/')}/v1/audio/voices", {"legacy": "true"}
-    found = httpx.get(address, params=names_only).raise_for_status().json()["voices"]
+    found = succeeded(url, httpx.get(address, params=names_only)).json()["voices"]
     return [name for name in SPEAKERS if name in found]
+
+
+def succeeded(url: str, answer: httpx.Response) -> httpx.Response:
+    if answer.status_code != 200:
+        raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+    return answer
 
 
 def hear_server(url: str, case: Case) -> dict[str, str]:
@@ -122,9 +132,7 @@ def hear_server(url: str, case: Case) -> dict[str, str]:
     import soundfile
 
     body = {"input": case.text, "voice": SPEAKERS[case.speaker], "response_format": "wav", "seed": case.seed}
-    answer = httpx.post(f"{url.rstrip('/')}/v1/audio/speech", json=body, timeout=300)
-    if answer.status_code != 200:
-        raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+    answer = succeeded(url, httpx.post(f"{url.rstrip('/')}/v1/audio/speech", json=body, timeout=300))
     return {"server": judge.transcribe(*soundfile.read(io.BytesIO(answer.content), dtype="float32"))}
 
 
