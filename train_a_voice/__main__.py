@@ -52,8 +52,12 @@ def export(args: argparse.Namespace) -> None:
 
 
 def reopen(args: argparse.Namespace) -> None:
+    try:
+        parts = checkpoint.read(args.voice)
+    except ValueError as error:
+        raise SystemExit(f"reopen: {error}; name the directory of an exported voice") from None
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, tensors in checkpoint.read(args.voice).items():
+    for name, tensors in parts.items():
         module = {f"talker.{key}": x for key, x in tensors.items()} if name == "talker" else tensors
         torch.save({"step": 0, "share": 1.0, "module": module}, args.out / f"{name}.pt")
 

@@ -29,7 +29,7 @@ from train_a_voice.features import (
 
 MIN_CYCLES, NUM_CYCLES = 5, 16  # 62.5 to 250 Hz: slt speaks at 150 to 216 Hz, rms at 65 to 141 Hz
 FRAME_HZ = RATE_HZ / FRAME
-# Frequencies of each speaker's formants, times flite's. The recogniser mishears half as many words of slt so.
+# The formants of each speaker as multiples of flite's. With lower ones, fewer words of slt are misheard.
 FORMANTS = (0.9, 1.0)
 HARMONICS_HZ = 4_000.0  # only noise above
 ROUNDS = 3  # of measuring the result and correcting its shape
