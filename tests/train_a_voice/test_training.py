@@ -423,7 +423,9 @@ def test_an_exported_voice_is_opened_again(voice: Path, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "talker.pt")
     with pytest.raises(AssertionError, match=r"missing \['phones"):
         train.Begin(tmp_path / "talker.pt").load(training)
-    with pytest.raises(SystemExit, match=r"reopen: .*does not exist; name the directory of an exported voice"):
+    with pytest.raises(
+        SystemExit, match=r"reopen: .*does not exist; name the directory of an exported voice"
+    ):
         main(["reopen", str(tmp_path / "nothing"), str(tmp_path / "nowhere")])
     assert not (tmp_path / "nowhere").exists()
 
