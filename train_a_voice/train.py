@@ -113,7 +113,7 @@ class Begin:
         missing, extra = module.load_state_dict(self.state["module"], strict=False)
         missing = [name for name in missing if name in dict(module.named_parameters())]
         # a checkpoint lacks the helpers of a training, which begin anew
-        missing = [name for name in missing if self.state["step"] > 0 or not name.startswith(talker.HELPERS)]
+        missing = [name for name in missing if not name.startswith(talker.HELPERS)]
         assert not missing and not extra, f"another voice: missing {missing}, unexpected {extra}"
 
 
