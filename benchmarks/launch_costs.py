@@ -3,7 +3,7 @@
 The CPU figures are a Qwen3-TTS of size mid, about as the log has its launches; those of the H200 are the 1.7B
 model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). CONTEXT: the CPU with a renderer
 that reads three frames more than it returns, such as that of Orpheus. COSY: a CosyVoice 2, whose windows lie
-on a grid.
+on a grid; its launches on the H200 are those of benchmarks/results/2026-11-27-h200-cosyvoice2.json.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ H200_RENDER_MS = {
 }
 
 COSY_H200_RENDER_MS = {
-    25: {2: 32.3, 4: 36.6, 8: 43.7, 16: 60.1, 24: 70.6},
-    50: {2: 31.2, 4: 40.3, 8: 42.8, 12: 46.3},
-    100: {2: 27.8, 4: 36.8, 6: 44.7},
+    25: {2: 24.5, 4: 26.2, 8: 31.9, 16: 42.7, 32: 64.9, 50: 87.8},
+    50: {2: 26.2, 4: 30.2, 8: 39.2, 16: 58.4, 25: 79.3},
+    100: {2: 30.3, 4: 39.3, 8: 56.0, 12: 74.5},
 }
 
 
@@ -68,10 +68,11 @@ COSY_CPU = Cost(
     turn_s=0.001,
 )
 COSY_H200 = Cost(
-    step_s=lambda slots: 0.00105,
-    prefill_s=lambda tokens: 0.001,
+    step_s=lambda slots: 0.00108 + 2e-6 * slots,
+    prefill_s=lambda tokens: 0.0013,
     render_s=partial(render_s, COSY_H200_RENDER_MS),
-    turn_s=0.002,
+    turn_s=0.0006,
+    turn_slot_s=2e-5,
 )
 
 

@@ -28,8 +28,7 @@ from serving.tools.simulate import Cost, Simulation, Voice, poisson
 from zoo.contract import Window
 from zoo.request import Request
 
-RENDERED_S = 25.0  # of audio in one launch: RECORDED_SAMPLES at 24 kHz
-COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160)
+COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=395)
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,22 @@ class Device:
     window: Window = Window((1, 4, 25))  # noqa: RUF009, it is frozen
     frame_s: float = 0.08
     slowed: float = 1.0
+    rendered_s: float = 25.0  # of audio in one launch
 
 
 DEVICES = {
     "h200": Device(H200, (70.0, 100.0), 10, 52, slots=64, is_gpu=True),
-    "h200 cosy": Device(COSY_H200, (10.0, 15.0), 12, 100, slots=64, is_gpu=True, window=COSY, frame_s=0.04),
+    "h200 cosy": Device(
+        COSY_H200,
+        (20.0, 40.0),
+        12,
+        100,
+        slots=64,
+        is_gpu=True,
+        window=COSY,
+        frame_s=0.04,
+        rendered_s=50.0,
+    ),
     "cpu": Device(CPU, (0.8, 1.4), 60, 25),
     "slow cpu": Device(SLOW_CPU, (0.8, 1.1), 60, 25),
     "busy cpu": Device(
@@ -111,9 +121,16 @@ def renders_at_once(simulation: Simulation) -> None:
     simulation.model.round.max_renders = np.inf
 
 
+def several_long_renders(simulation: Simulation) -> None:
+    simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
+
+
+def steps_at_once(simulation: Simulation) -> None:
+    simulation.model.round.pace_s = 0.0
+
+
 def renders_untimed(simulation: Simulation) -> None:
     simulation.model.scheduler.timing.render_times = None
-    simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
 
 
 def several_windows(simulation: Simulation) -> None:
@@ -131,7 +148,9 @@ RULES: dict[str, Callable[[Simulation], None]] = {
     "at risk": by(OnlyFullWindows),
     "prompts wait for more": prompts_at_once,
     "renders in flight": renders_at_once,
-    "renders by time": renders_untimed,
+    "one long render": several_long_renders,
+    "steps leave the device to long renders": steps_at_once,
+    "windows ride in larger launches": renders_untimed,
     "one window at a time": several_windows,
 }
 
@@ -140,10 +159,10 @@ def render_times(device: Device, cost: Cost) -> RenderTimes:
     """Return what the warm-up would measure."""
 
     def rows_of(frames: int) -> list[int]:
-        most = max(1, int(RENDERED_S / (frames * device.frame_s)))
+        most = max(1, int(device.rendered_s / (frames * device.frame_s)))
         return up_to(min(most, device.slots), Strategy().render_batches)
 
-    return RenderTimes.measured(cost.render_s, device.window.sizes, rows_of)
+    return RenderTimes.measured(cost.render_s, device.window.sizes, rows_of, cost.step_s(device.slots))
 
 
 def simulation_of(device: Device, cost: Cost) -> Simulation:

@@ -1,7 +1,6 @@
 """Compare the simulator with the engine: the same arrivals on this machine and on a virtual clock.
 
     python benchmarks/simulated.py [DIR] [--seconds 20] [--times 0.5 1 2]
-    python benchmarks/simulated.py --gpu benchmarks/results/2026-11-22-h200-qwen3_tts.json [--seconds 30]
     python benchmarks/simulated.py DIR --dtype bfloat16 --ladder RESULT.json [--seconds 30]
 
 The simulator runs the engine's own queue, admission and scheduler, at the costs that the engine has learned
@@ -9,10 +8,6 @@ by the end of its run.
 
 DIR is a model. Without it, the benchmark uses a tiny random Qwen3-TTS, eager and on one thread. --times are
 multiples of the rate that keeps eight slots busy.
-
---gpu reads the costs of launches from a result of benchmarks/device.py and prints the simulator's figures
-next to those that the engine reached there. Then it simulates other policies, with and without asynchronous
-steps, for that GPU.
 
 --ladder reads a result of benchmarks/under_load.py for the same model and simulates each of its rungs. The
 times of launches are drawn at random from launches that an engine without HTTP took on this machine. Then it
@@ -23,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -45,7 +39,7 @@ from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.policy import Fifo, Streaming
 from serving.tools.load.plan import SENTENCES
 from serving.tools.load.plan import poisson as arrivals_of
-from serving.tools.simulate import Cost, Heard, Simulation, Voice, poisson
+from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Family
 from zoo.request import Request
 
@@ -157,93 +151,6 @@ def facts(heard: list[Heard], took_s: float) -> dict[str, float]:
         "in_time": float(np.mean([one.late_s < 0.05 for one in ended])),
         "audio_s_per_s": sum(one.audio_s for one in heard) / took_s,
     }
-
-
-# a GPU that was measured
-
-
-MEAN_S = 4.2  # mean length of a speech
-SLOTS = 64
-FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of a ladder
-TTFA_TIMES = 5.0  # limit of a rung's p90 of first audio, as a multiple of the lowest rung's
-
-
-def gpu_cost(figures: dict[str, Any]) -> Cost:
-    """Return the costs that benchmarks/device.py measured, interpolated linearly.
-
-    A render of more rows than were measured is split into several launches, as in the engine."""
-
-    def measured(name: str) -> dict[tuple[int, ...], float]:
-        found = (re.fullmatch(rf"{name} ([\d ]+), ms", key) for key in figures)
-        return {tuple(map(int, match[1].split())): figures[match[0]] / 1e3 for match in found if match}
-
-    def line(points: dict[int, float]) -> Callable[[float], float]:
-        at = sorted(points)
-        return lambda x: float(np.interp(x, at, [points[each] for each in at]))
-
-    renders: dict[int, dict[int, float]] = {}
-    for (rows, frames, _), took_s in measured("render").items():
-        renders.setdefault(frames, {})[rows] = took_s
-    lines = {frames: line(points) for frames, points in renders.items()}
-
-    def render_s(rows: int, frames: int) -> float:
-        whole, rest = divmod(rows, max(renders[frames]))
-        return whole * renders[frames][max(renders[frames])] + (lines[frames](rest) if rest else 0.0)
-
-    step_s = line({slots: took_s for (slots,), took_s in measured("step").items()})
-    prefill_s = line({tokens: took_s for (tokens,), took_s in measured("prefill").items()})
-    host_s = [figures[f"{count} streams"]["host_ms_per_step"] / 1e3 for count in (1, SLOTS)]
-    each_s = (host_s[1] - host_s[0]) / (SLOTS - 1)
-    return Cost(step_s, prefill_s, render_s, turn_s=host_s[0] - each_s, turn_slot_s=each_s)
-
-
-def closed(cost: Cost, streams: int, frames: int, **settings: Any) -> float:
-    """Return the audio-s/s of requests that all arrive at once."""
-    simulation = Simulation(Voice(), cost, True, {"max_slots": SLOTS, **settings})
-    requests = [(0.0, Request(text="x" * 60, seed=seed, max_frames=frames)) for seed in range(streams)]
-    heard = simulation.run(requests)
-    return sum(one.audio_s for one in heard) / simulation.clock.now_s
-
-
-def rung(cost: Cost, rate: float, seconds: float, policy: str, is_async: bool) -> dict[str, float]:
-    voice = Voice(frames_per_byte=MEAN_S / 0.08 / 60)
-    settings = {"max_slots": SLOTS, "policy": policy}
-    simulation = Simulation(voice, cost, True, settings, report_lag=int(is_async))
-    heard = simulation.run(poisson(rate, seconds))
-    ttfa_ms = [1e3 * (one.ttfa_s or np.inf) for one in heard]
-    return {
-        "rate": rate,
-        "ttfa_p50_ms": float(np.percentile(ttfa_ms, 50)),
-        "ttfa_p90_ms": float(np.percentile(ttfa_ms, 90)),
-        "viable": float(np.mean([one.late_s <= 1e-9 for one in heard])),
-    }
-
-
-def on_a_gpu(path: Path, seconds: float) -> None:
-    for name, figures in json.loads(path.read_text()).items():
-        if not name.startswith("figures="):
-            continue
-        cost = gpu_cost(figures)
-        for streams in (1, 16, SLOTS):
-            run = figures[f"{streams} streams"]
-            told = closed(cost, streams, run["frames"] // streams)
-            print(
-                f"{name}, {streams} at once, audio-s/s: engine {run['audio_s_per_s']:.3g}, simulator {told:.3g}"
-            )
-        made = {policy: closed(cost, 4 * SLOTS, 52, policy=policy) for policy in ("streaming", "throughput")}
-        print(f"{4 * SLOTS} requests in {SLOTS} slots, audio-s/s: {facts_of(made)}", flush=True)
-        rates = [part * made["streaming"] / MEAN_S for part in FRACTIONS]
-        highest: dict[str, float] = {}
-        max_ms = 0.0
-        for policy, is_async in (("streaming", True), ("streaming", False), ("fifo", True), ("fifo", False)):
-            how = f"{policy}, {'async' if is_async else 'no async'}"
-            rungs = [rung(cost, rate, seconds, policy, is_async) for rate in rates]
-            max_ms = max_ms or TTFA_TIMES * rungs[0]["ttfa_p90_ms"]
-            good = [one["rate"] for one in rungs if one["ttfa_p90_ms"] <= max_ms and one["viable"] == 1]
-            highest[how] = max(good, default=0.0)
-            for one in rungs:
-                print(f"  {how}: {facts_of(one)}", flush=True)
-        print(f"highest rate with p90 of first audio <= {max_ms:.0f} ms and all viable: {facts_of(highest)}")
 
 
 # a ladder that was measured
@@ -400,7 +307,6 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 1, 2])
-    parser.add_argument("--gpu", type=Path, help="read costs from this result of benchmarks/device.py")
     parser.add_argument("--ladder", type=Path, help="simulate this result of benchmarks/under_load.py")
     parser.add_argument(
         "--launches",
@@ -409,8 +315,6 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="float32", help="dtype of DIR")
     options = parser.parse_args()
-    if options.gpu is not None:
-        return on_a_gpu(options.gpu, options.seconds)
     with tempfile.TemporaryDirectory() as place:
         directory = options.directory or zoo.families()["qwen3_tts"].write_demo(Path(place) / "demo", "tiny")
         family = zoo.load(directory, "cpu", options.dtype)

@@ -14,7 +14,7 @@
 
 RESULT.json gets the figures, and a file of the same name with .svg the ladder's plot. Parts that do not run
 again keep their figures, so parts may run one by one. --no-async is not measured, because a launch on a CPU
-returns when it is done; `python benchmarks/simulated.py --gpu RESULT.json` simulates it at a GPU's costs.
+returns when it is done.
 """
 
 from __future__ import annotations

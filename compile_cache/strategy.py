@@ -60,3 +60,6 @@ class Strategy:
     # arithmetic. No size is 1, which would need one more graph.
     batches: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     render_batches: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)
+    # Samples of a recorded render at most. For most codecs a larger one takes no less time for each, and all the
+    # more memory (benchmarks/LOG.md).
+    render_samples: int = 600_000

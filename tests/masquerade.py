@@ -159,6 +159,8 @@ class LateCopy:
         self.stream.advance()
         return self.values is not None
 
+    def wait(self, max_s: float) -> None: ...
+
     def tensors(self) -> tuple[Tensor, ...]:
         while self.values is None:
             self.stream.do_next()

@@ -32,8 +32,9 @@ from zoo.contract import NEVER
 @dataclass(eq=False, kw_only=True)
 class ModelRound:
     """report_lag: launches whose reports are left for the next round. is_reproducible: each chunk of a prompt
-    is launched alone. max_renders: in flight. after_delivery: called when some of an iteration's audio was
-    given, and more may be made; between: after each window, when requests may come and go."""
+    is launched alone. max_renders: in flight. pace_s: from one step to the next while a render is under way.
+    after_delivery: called when some of an iteration's audio was given, and more may be made; between: after
+    each window, when requests may come and go."""
 
     scheduler: Scheduler
     runner: Any
@@ -47,10 +48,12 @@ class ModelRound:
     report_lag: int
     is_reproducible: bool
     max_renders: float = math.inf
+    pace_s: float = 0.0
     open_lane: Callable[[Job, int], None] = lambda job, step: None  # called again until the lane is open
     after_delivery: Callable[[], None] = lambda: None
     between: Callable[[], None] = lambda: None
     load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
+    began_s: float = -math.inf
     launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = field(default_factory=deque)
     renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = field(default_factory=deque)
 
@@ -62,6 +65,7 @@ class ModelRound:
     def launch(self) -> bool:
         """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
         was anything to launch."""
+        self.began_s = self.clock()
         num_tokens = self._prefill()
         slots = self.scheduler.decoding_slots()
         if slots.size:
@@ -95,6 +99,17 @@ class ModelRound:
         self._collect_reports(self.report_lag if launched else 0)
         self._render()
         self._deliver(is_waiting=is_alone and not launched)
+        if launched:
+            self._leave_to_render()
+
+    def _leave_to_render(self) -> None:
+        """Leave the device to a render that is under way: a step costs as much for few slots as for many, and
+        slows down the render. The next one follows at the pace, or when the render is done."""
+        left_s = self.began_s + self.pace_s - self.clock()
+        if self.renders and left_s > 0:
+            self.after_delivery()
+            self.renders[0][2].wait(left_s)
+            self._deliver(is_waiting=False)
 
     def _collect_reports(self, report_lag: int) -> None:
         while len(self.launches) > report_lag:

@@ -132,12 +132,14 @@ class ModelWorker:
         self.forecaster.seed(times, sizes)
         if self.family.device.type == "cuda":
             rows_of = self.runner.sizes.render_buckets
-            self.use_render_times(RenderTimes.measured(times.render_s, sizes, rows_of))
+            step_s = times.step_s(self.settings.num_slots)
+            self.use_render_times(RenderTimes.measured(times.render_s, sizes, rows_of, step_s))
 
     def use_render_times(self, times: RenderTimes) -> None:
         """Choose launches of renders by their measured times."""
         self.scheduler.timing.render_times = times
         self.round.max_renders = times.max_in_flight
+        self.round.pace_s = times.pace_s
 
     @property
     def has_work(self) -> bool:

@@ -22,6 +22,7 @@ from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.tools.simulated_device import SimulatedDevice, Work
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
 from zoo.request import Request, RequestError
 
@@ -38,8 +39,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, of a device that works on one launch after the other, and of the host's own turn. step_s: of
-    so many slots. prefill_s: of so many positions. render_s: of so many rows of a window of so many frames.
+    """Seconds of launches that have the device to themselves, and of the host's own turn. step_s: of so many
+    slots. prefill_s: of so many positions. render_s: of so many rows of a window of so many frames.
     """
 
     step_s: Callable[[int], float] = lambda slots: 0.01 + 0.001 * slots
@@ -131,15 +132,21 @@ class Voice(Family[Any]):
 class Copy:
     """As AsyncCopy, of values that are there when the device is done."""
 
-    def __init__(self, clock: Clock, done_s: float, *values: np.ndarray):
-        self.clock, self.done_s, self.values = clock, done_s, values
+    def __init__(self, clock: Clock, device: SimulatedDevice, work: Work, *values: np.ndarray):
+        self.clock, self.device, self.work, self.values = clock, device, work, values
 
     @property
     def is_there(self) -> bool:
-        return self.done_s <= self.clock.now_s
+        self.device.advance(self.clock.now_s)
+        return self.work.done_s is not None
+
+    def wait(self, max_s: float) -> None:
+        if not self.is_there:
+            self.clock.now_s = self.device.finish(self.work, self.clock.now_s + max_s)
 
     def read(self) -> tuple[np.ndarray, ...]:
-        self.clock.now_s = max(self.clock.now_s, self.done_s)
+        if not self.is_there:
+            self.clock.now_s = self.device.finish(self.work)
         return self.values
 
 
@@ -164,7 +171,7 @@ class SimulatedRunner:
         self.made = np.zeros(num_slots, np.int64)
         self.wanted = np.zeros(num_slots, np.int64)
         self.given = np.zeros(num_slots, np.int64)  # samples
-        self.device_s = 0.0
+        self.device = SimulatedDevice()
 
     def sequences(self, slots: np.ndarray) -> np.ndarray:
         return (slots + self.lanes * (self.num_slots + 1)).ravel()
@@ -186,10 +193,10 @@ class SimulatedRunner:
         return len(tokens)
 
     def save(self, pages: Sequence[int]) -> Copy:
-        return Copy(self.clock, self._launch(self.cost.save_s * len(pages)))
+        return self._launch("lm", self.cost.save_s * len(pages))
 
     def restore(self, pages: Sequence[int], saved: Copy) -> None:
-        self._launch(self.cost.save_s * len(pages))
+        self._launch("lm", self.cost.save_s * len(pages))
 
     def frames(self, slot: int, count: int) -> AsyncCopy:
         return AsyncCopy((torch.zeros(count, 1, dtype=torch.int64),))
@@ -198,30 +205,30 @@ class SimulatedRunner:
         for chunk in chunks:
             self.kv_lens[chunk.slot + chunk.lane * (self.num_slots + 1)] += chunk.stop - chunk.start
         self._check_pages()
-        self._launch(self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks)))
+        self._launch("lm", self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks)))
 
     def step(self, slots: np.ndarray) -> Copy:
         self.kv_lens[self.sequences(slots)] += 1
         self._check_pages()
-        done_s = self._launch(self.cost.step_s(len(slots)))
         self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
         done = self.made[slots] >= self.wanted[slots]
         no_text, finite = np.full(len(slots), -1), np.ones(len(slots), bool)
-        return Copy(self.clock, done_s, np.stack((self.made[slots], done, no_text, finite), 1))
+        report = np.stack((self.made[slots], done, no_text, finite), 1)
+        return self._launch("lm", self.cost.step_s(len(slots)), report)
 
     def render(self, due: Render) -> Copy:
-        done_s = self._launch(self.cost.render_s(len(due.slots), due.frames))
         each = self.family.spec.frame_samples
         held = np.where(due.is_last, 0, self.family.spec.window.hold_samples)
         given = np.maximum((due.start + due.count) * each - held, 0)
         valid, self.given[due.slots] = given - self.given[due.slots], given
-        return Copy(self.clock, done_s, np.zeros((len(due.slots), max(valid)), np.float32), valid)
+        samples = np.zeros((len(due.slots), max(valid)), np.float32)
+        return self._launch("renders", self.cost.render_s(len(due.slots), due.frames), samples, valid)
 
-    def _launch(self, cost_s: float) -> float:
-        self.device_s = max(self.device_s, self.clock.now_s) + cost_s
+    def _launch(self, stream: str, cost_s: float, *values: np.ndarray) -> Copy:
+        copy = Copy(self.clock, self.device, self.device.launch(stream, cost_s, self.clock.now_s), *values)
         if not self.is_async:
-            self.clock.now_s = self.device_s
-        return self.device_s
+            copy.read()
+        return copy
 
     def _check_pages(self) -> None:
         used = self.sequences(np.arange(self.num_slots))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from models import directory
 
-from benchmarks import simulated, under_load
+from benchmarks import simulated_gpu, under_load
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -81,13 +81,11 @@ def test_a_run_of_one_part_keeps_the_results_of_the_others(tmp_path, monkeypatch
 
 
 def test_the_simulated_costs_of_a_gpu_are_the_measured_ones():
-    figures = json.loads((RESULTS / "2026-11-22-h200-qwen3_tts.json").read_text())[
-        "figures=qwen3_tts=1.7b-base"
-    ]
-    cost = simulated.gpu_cost(figures)
+    [measured] = simulated_gpu.read(RESULTS / "2026-11-22-h200-qwen3_tts.json", ["qwen3_tts"])
+    cost = measured.cost
     assert cost.step_s(64) == pytest.approx(7.457e-3) and cost.step_s(1) == cost.step_s(8)
     assert cost.prefill_s(256) == pytest.approx(2.341e-3)
     assert cost.render_s(12, 25) == pytest.approx(54.593e-3)
     assert cost.render_s(14, 25) == pytest.approx(54.593e-3 + 10.453e-3)  # as two launches
-    assert cost.render_s(6, 4) == pytest.approx((3.897e-3 + 6.629e-3) / 2)
+    assert cost.render_s(6, 4) == pytest.approx(6.629e-3)  # padded to the next size
     assert cost.turn_s + 64 * cost.turn_slot_s == pytest.approx(3.6286e-3, rel=1e-3)

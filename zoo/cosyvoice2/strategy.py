@@ -33,5 +33,6 @@ STRATEGY = Strategy(
     step=Whole(),
     gpu_render=Parts((ADVANCE, VOCODER)),
     cuts_renders=True,
+    render_samples=1_200_000,  # 25 windows of 50 codes take a fifth less time each than 12
     fp32=FP32,
 )

@@ -15,9 +15,6 @@ from zoo.contract import Batch, Family
 # Samples of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the
 # cache.
 CACHED_SAMPLES = 150_000
-# Samples of a render on a GPU: a larger one takes no less time for each, and all the more memory
-# (benchmarks/LOG.md).
-RECORDED_SAMPLES = 600_000
 # Rows of a reproducible render on a GPU: a lone row costs as much as so many, and many share launches.
 REPRODUCIBLE_ROWS = 8
 WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
@@ -28,7 +25,7 @@ Arrive = Callable[[], dict[str, Tensor]]
 
 def recorded_rows(family: Family, frames: int, slots: int) -> int:
     """Return how many windows of `frames` frames a GPU renders in one launch at most."""
-    return max(1, min(slots, RECORDED_SAMPLES // (frames * family.spec.frame_samples)))
+    return max(1, min(slots, family.strategy.render_samples // (frames * family.spec.frame_samples)))
 
 
 class Sizes:

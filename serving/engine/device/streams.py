@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+POLL_S = 0.0005  # between looks at the device, which cannot wake a thread at a time
 Observer = Callable[[str, int, float], None]  # "prefill", "step", "render" or "wait"; its rows; its seconds
 
 
@@ -40,6 +41,12 @@ class AsyncCopy:
     def is_there(self) -> bool:
         """Whether `read` would not wait."""
         return self._event is None or self._event.query()
+
+    def wait(self, max_s: float) -> None:
+        """Wait until the values are there, but not longer than `max_s`."""
+        end_s = time.perf_counter() + max_s
+        while not self.is_there and (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(min(left_s, POLL_S))
 
     def read(self) -> tuple[np.ndarray, ...]:
         return tuple(value.numpy() for value in self.tensors())

@@ -25,11 +25,11 @@ MAX_LATE_IN_A_ROW = 2
 BATCHED_PART = 0.75
 """Part of the middle shape from which a window is batched with others of that shape."""
 GPU_RENDERS_IN_FLIGHT = 4
-"""Renders that a GPU has at once if few rows take less time than many; meanwhile more windows are due, and
-one launch of many rows takes less time than many of few."""
-FEW_ROWS_PART = 0.5
-"""Part of a full launch's time from which a launch of few rows takes nearly as long: then a GPU has one
-render at once, and windows that become due meanwhile share the next."""
+"""Renders that a GPU has at once, unless they are long; meanwhile more windows are due, and one launch of
+many rows takes less time than many of few."""
+PACE_STEPS = 3.0
+"""Time from one step to the next while a long render is under way, in steps. A render is long if it takes
+more than that."""
 
 # One window at a time
 

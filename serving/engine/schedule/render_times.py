@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 
 from serving.engine.device.launches import Render
-from serving.engine.schedule.numbers import FEW_ROWS_PART, GPU_RENDERS_IN_FLIGHT
+from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT, PACE_STEPS
 
 
 @dataclass(frozen=True)
 class RenderTimes:
-    """seconds: by frames of the window, and then by rows of the launch, ascending."""
+    """seconds: by frames of the window, and then by rows of the launch, ascending. step_s: of a step of all
+    slots."""
 
     seconds: Mapping[int, Mapping[int, float]]
+    step_s: float
 
     @classmethod
     def measured(
@@ -25,10 +26,12 @@ class RenderTimes:
         render_s: Callable[[int, int], float],
         sizes: Iterable[int],
         rows_of: Callable[[int], Iterable[int]],
+        step_s: float,
     ) -> RenderTimes:
         """render_s: seconds of a launch, by rows and frames. rows_of: the possible rows of a launch, by
         frames."""
-        return cls({frames: {rows: render_s(rows, frames) for rows in rows_of(frames)} for frames in sizes})
+        seconds = {frames: {rows: render_s(rows, frames) for rows in rows_of(frames)} for frames in sizes}
+        return cls(seconds, step_s)
 
     def __call__(self, rows: int, frames: int) -> float:
         """Return the seconds of rows that may take several launches."""
@@ -37,23 +40,26 @@ class RenderTimes:
         last_s = next(took_s for num, took_s in known.items() if num >= rest) if rest else 0.0
         return full * known[max(known)] + last_s
 
-    @cached_property
-    def is_flat(self) -> bool:
-        """Whether few rows take nearly as long as all."""
-        shares = [known[min(known)] / known[max(known)] for known in self.seconds.values() if len(known) > 1]
-        return max(shares, default=0.0) >= FEW_ROWS_PART
+    @property
+    def are_long(self) -> bool:
+        """Whether even the shortest render takes longer than some steps."""
+        shortest_s = min(took_s for known in self.seconds.values() for took_s in known.values())
+        return shortest_s > PACE_STEPS * self.step_s
 
     @property
     def max_in_flight(self) -> int:
-        """Return how many renders a device has at once: one, if windows that become due meanwhile had better
-        share the next launch."""
-        return 1 if self.is_flat else GPU_RENDERS_IN_FLIGHT
+        """Return how many renders a device has at once: one, if it is long, since many windows become due
+        meanwhile and share the next launch."""
+        return 1 if self.are_long else GPU_RENDERS_IN_FLIGHT
+
+    @property
+    def pace_s(self) -> float:
+        """Return the seconds from one step to the next while a render is under way."""
+        return PACE_STEPS * self.step_s if self.are_long else 0.0
 
     def joined(self, renders: list[Render]) -> list[Render]:
-        """Return the launches of an iteration. Where few rows take nearly as long as all, small windows ride
-        in the largest launch if that takes less time. Reproducible windows keep their shape."""
-        if not self.is_flat:
-            return renders
+        """Return the launches of an iteration. Small windows ride in the largest launch if that takes less
+        time. Reproducible windows keep their shape."""
 
         def kind(render: Render) -> tuple[int, bool]:
             return render.length, render.is_reproducible

@@ -1,10 +1,12 @@
-"""What launches read: many numbers in one copy."""
+"""What launches read, many numbers in one copy, and what comes back."""
+
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from serving.engine.device.streams import ALIGNED, as_int64, parts
+from serving.engine.device.streams import ALIGNED, AsyncCopy, as_int64, parts
 
 
 def packed(fields):
@@ -57,3 +59,25 @@ def test_a_nested_region_takes_parts(mode):
         arguments = torch.zeros(2), found["kv_lens"], found["slots"]
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(*arguments), step(*arguments))
+
+
+class Arriving(AsyncCopy):
+    """Values that are there at a look."""
+
+    def __init__(self, at_look):
+        super().__init__(())
+        self.looks_left = at_look
+
+    @property
+    def is_there(self):
+        self.looks_left -= 1
+        return self.looks_left <= 0
+
+
+def test_a_wait_ends_with_the_values_or_with_its_time():
+    soon, late = Arriving(at_look=3), Arriving(at_look=10**9)
+    soon.wait(60)
+    assert soon.looks_left == 0
+    began_s = time.perf_counter()
+    late.wait(0.002)
+    assert time.perf_counter() - began_s >= 0.002 and not late.is_there

@@ -23,9 +23,11 @@ from compile_cache.strategy import Strategy
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
+from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
+from serving.engine.schedule.render_times import RenderTimes
 from serving.protocol import Listener
 from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice
+from serving.tools.simulated_device import SimulatedDevice
 from zoo.contract import Window
 from zoo.request import Request
 
@@ -61,10 +63,12 @@ class Trace:
     ):
         self.clock, self.lines = Clock(), []
         self.costs = costs
+        device = SimulatedDevice()  # of all models
 
         def make(family: Voice, num_slots: int, arena: Any, *_: object) -> SimulatedRunner:
             name = next(name for name, voice in voices.items() if voice is family)
             runner = SimulatedRunner(self.clock, costs[name], is_async, family, num_slots, arena)
+            runner.device = device
             self.watch(name, runner)
             return runner
 
@@ -75,8 +79,8 @@ class Trace:
             model.forecaster.seed(costs[name], model.family.spec.window.sizes)  # as a warm-up does
         self.engine.composer.executor = AtOnce()
         if is_async:
-            for model in self.engine.models.values():
-                as_on_a_gpu(model)
+            for name, model in self.engine.models.items():
+                as_on_a_gpu(model, costs[name])
 
     def note(self, what: str) -> None:
         self.lines.append(f"{self.clock.now_s * 1e6:.0f} {what}")
@@ -169,8 +173,9 @@ def speak(engine: Engine, id: str, one: Asked, deliver: Callable[[Event], None])
     engine.prepare(queued, lambda: one.request)
 
 
-def as_on_a_gpu(model: ModelWorker) -> None:
-    model.round.max_renders = GPU_RENDERS_IN_FLIGHT
+def as_on_a_gpu(model: ModelWorker, cost: Cost) -> None:
+    sizes, step_s = model.family.spec.window.sizes, cost.step_s(model.settings.num_slots)
+    model.use_render_times(RenderTimes.measured(cost.render_s, sizes, lambda frames: (2, 8), step_s))
     model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 

@@ -7,7 +7,7 @@ import pytest
 from schedulers import FRAME_S, deliver, due, heard, playing, report, speaking
 
 from serving.engine.device.launches import Render
-from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
+from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT, PACE_STEPS
 from serving.engine.schedule.policy import Fifo, Throughput
 from serving.engine.schedule.render_times import RenderTimes
 
@@ -320,29 +320,31 @@ def renders_of(*shapes: tuple[int, int], length: int = 0, is_reproducible: bool 
     return made
 
 
-# Seconds by frames and rows: few rows take nearly as long as many, or hardly any time.
-FLAT = RenderTimes({25: {2: 0.030, 24: 0.060}, 50: {2: 0.031, 12: 0.046}, 100: {2: 0.028, 6: 0.045}})
-STEEP = RenderTimes({1: {2: 0.001, 64: 0.005}, 4: {2: 0.0014, 64: 0.012}, 25: {2: 0.003, 12: 0.013}})
+# Seconds by frames and rows, of renders that take longer than many steps, and of some that do not.
+LONG = RenderTimes({25: {2: 0.030, 24: 0.060}, 50: {2: 0.031, 12: 0.046}, 100: {2: 0.028, 6: 0.045}}, 0.0012)
+SHORT = RenderTimes({1: {2: 0.001, 64: 0.005}, 4: {2: 0.0014, 64: 0.012}, 25: {2: 0.003, 12: 0.013}}, 0.005)
 
 
 def test_small_windows_ride_in_the_largest_launch_if_that_takes_less_time():
-    [one] = FLAT.joined(renders_of((3, 25), (4, 50)))
+    [one] = LONG.joined(renders_of((3, 25), (4, 50)))
     assert one.frames == 50 and one.slots.tolist() == list(range(7))
     assert one.count.tolist() == [25] * 3 + [50] * 4
-    assert [len(render.slots) for render in FLAT.joined(renders_of((20, 25), (4, 100)))] == [20, 4]
-    assert len(STEEP.joined(renders_of((30, 1), (2, 25)))) == 2
+    assert [len(render.slots) for render in LONG.joined(renders_of((20, 25), (4, 100)))] == [20, 4]
+    assert len(SHORT.joined(renders_of((30, 1), (2, 25)))) == 2
 
 
 def test_windows_of_another_length_or_that_are_reproducible_keep_their_launch():
     apart = renders_of((3, 25), length=100) + renders_of((4, 50), length=200)
-    assert len(FLAT.joined(apart)) == 2
-    assert len(FLAT.joined(renders_of((3, 25), (4, 50), is_reproducible=True))) == 2
+    assert len(LONG.joined(apart)) == 2
+    assert len(LONG.joined(renders_of((3, 25), (4, 50), is_reproducible=True))) == 2
 
 
-def test_one_render_is_in_flight_if_few_rows_take_as_long_as_many():
-    assert FLAT.max_in_flight == 1 and STEEP.max_in_flight == GPU_RENDERS_IN_FLIGHT
-    assert RenderTimes({25: {2: 0.03}}).max_in_flight == GPU_RENDERS_IN_FLIGHT  # nothing to compare
+def test_one_render_is_in_flight_and_steps_have_a_pace_if_renders_are_long():
+    assert LONG.max_in_flight == 1 and LONG.pace_s == PACE_STEPS * LONG.step_s
+    assert SHORT.max_in_flight == GPU_RENDERS_IN_FLIGHT and SHORT.pace_s == 0
+    assert not RenderTimes({25: {2: 0.02, 24: 0.5}}, step_s=0.02 / PACE_STEPS).are_long
+    assert RenderTimes({25: {2: 0.021, 24: 0.5}}, step_s=0.02 / PACE_STEPS).are_long
 
 
 def test_rows_beyond_a_launch_take_several():
-    assert FLAT(13, 50) == pytest.approx(0.046 + 0.031) and FLAT(24, 50) == pytest.approx(2 * 0.046)
+    assert LONG(13, 50) == pytest.approx(0.046 + 0.031) and LONG(24, 50) == pytest.approx(2 * 0.046)

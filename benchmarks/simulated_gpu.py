@@ -1,0 +1,232 @@
+"""Compare the simulator with a GPU that was measured, and simulate other rules at the same costs.
+
+    python -m benchmarks.simulated_gpu benchmarks/results/2026-11-26-h200-128-slots.json [--families NAME ...]
+        [--rules NAME ...] [--renders-part 0.5] [--seconds 6] [--arrivals 1] [--processes 2]
+
+The costs are the launches that benchmarks/device.py timed, each alone. The real engine runs on a virtual clock,
+and steps and renders share the device (serving/tools/simulated_device.py). The loads are those of device.py:
+streams that begin together or are each followed by the next, and random arrivals.
+
+--rules are those of benchmarks/rules.py, of which each is left out in turn. --seconds is the length of a load; of
+streams that follow each other, the first 2 s do not count. --arrivals is the number of seeds of random arrivals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.launch_costs import render_s
+from benchmarks.rehearsal.costs import Counts
+from benchmarks.rules import RULES
+from compile_cache.strategy import Strategy
+from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
+from serving.engine.schedule.render_times import RenderTimes
+from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice
+from serving.tools.simulated_device import RENDERS_PART, SimulatedDevice
+from zoo.contract import Window
+from zoo.request import Request
+
+COUNTS = Path(__file__).parent / "counts"  # has the windows of each family
+HOLDING_HZ = 24_000  # sample rate of CosyVoice 2, the one measured family that holds samples back
+SPEECH_S, RAMP_S = 4.2, 2.0  # as in device.py
+GAP_S = 1e-3  # of silence between two chunks, from which a stream is not viable
+TEXT = "x" * 50
+ALL_RULES = "all rules"
+
+
+def timed(figures: dict[str, Any], name: str) -> dict[tuple[int, ...], float]:
+    """Return the seconds of the launches of a kind, by their sizes."""
+    found = (re.fullmatch(rf"{name} ([\d ]+), ms", key) for key in figures)
+    return {tuple(map(int, match[1].split())): figures[match[0]] / 1e3 for match in found if match}
+
+
+def recorded(seconds: dict[tuple[int, ...], float]) -> Callable[[int], float]:
+    """Return the time of a launch: that of the smallest recorded one that has room."""
+    known = sorted((size, took_s) for (size,), took_s in seconds.items())
+    return lambda size: next((took_s for room, took_s in known if room >= size), known[-1][1])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model that was measured. figures: those of device.py."""
+
+    family: str
+    figures: dict[str, Any]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts.read(COUNTS / f"{self.family}.json")
+
+    @property
+    def frame_s(self) -> float:
+        return self.counts.frame_s
+
+    @property
+    def speech_frames(self) -> int:
+        return round(SPEECH_S / self.frame_s)
+
+    @property
+    def slots(self) -> int:
+        return max(slots for (slots,) in timed(self.figures, "step"))
+
+    @property
+    def window(self) -> Window:
+        window = self.counts.window
+        return replace(window, hold_samples=round(window.hold_samples * RATE_HZ / HOLDING_HZ))
+
+    @property
+    def renders_ms(self) -> dict[int, dict[int, float]]:
+        """By frames and rows. A launch that was timed with several lengths of the past has the longest."""
+        table: dict[int, dict[int, float]] = {}
+        for (rows, frames, _), took_s in sorted(timed(self.figures, "render").items()):
+            table.setdefault(frames, {})[rows] = 1e3 * took_s
+        return table
+
+    @property
+    def cost(self) -> Cost:
+        matches = (re.fullmatch(r"(\d+) streams", name) for name in self.figures)
+        host_s = {
+            int(match[1]): self.figures[match[0]]["host_ms_per_step"] / 1e3 for match in matches if match
+        }
+        fewest, most = min(host_s), max(host_s)
+        each_s = (host_s[most] - host_s[fewest]) / (most - fewest)
+        return Cost(
+            step_s=recorded(timed(self.figures, "step")),
+            prefill_s=recorded(timed(self.figures, "prefill")),
+            render_s=partial(render_s, self.renders_ms),
+            turn_s=host_s[fewest] - fewest * each_s,
+            turn_slot_s=each_s,
+        )
+
+    def simulation(self, rule: str, renders_part: float) -> Simulation:
+        voice = Voice(self.window, self.frame_s, guard=1.0)
+        voice.strategy = Strategy(cuts_renders=self.window.grid > 1)
+        cost, table = self.cost, self.renders_ms
+        simulation = Simulation(voice, cost, True, {"max_slots": self.slots})
+        simulation.model.runner.device = SimulatedDevice(renders_part)
+        step_s = cost.step_s(self.slots)
+        times = RenderTimes.measured(cost.render_s, self.window.sizes, lambda frames: table[frames], step_s)
+        simulation.model.use_render_times(times)
+        simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
+        RULES[rule](simulation)
+        return simulation
+
+
+def read(path: Path, families: list[str] | None) -> Iterator[Measured]:
+    """Yield the models of a result whose launches were timed."""
+    for name, figures in json.loads(path.read_text()).items():
+        if name.startswith("figures=") and timed(figures, "render"):
+            measured = Measured(name.split("=")[1], figures)
+            if families is None or measured.family in families:
+                yield measured
+
+
+def followed(simulation: Simulation, streams: int, frames: int, seconds: float) -> tuple[float, list[Heard]]:
+    """Keep `streams` requests running, each followed by the next, as device.py does. Return audio-s/s after the
+    ramp, and the listeners."""
+    random, heard, running = np.random.default_rng(0), list[Heard](), list[Heard]()
+
+    def speak() -> None:
+        length = int(random.integers(frames // 2, 3 * frames // 2))
+        heard.append(simulation.submit(Request(text=TEXT, seed=len(heard), max_frames=length)))
+        running.append(heard[-1])
+
+    for _ in range(streams):
+        speak()
+    ramp_s = end_s = 0.0  # audio that was given until then
+    while running:
+        simulation.turn()
+        now_s, given_s = simulation.clock.now_s, sum(one.audio_s for one in heard)
+        ramp_s = given_s if now_s < RAMP_S else ramp_s
+        end_s = given_s if now_s < seconds else end_s
+        for one in [one for one in running if one.end is not None]:
+            running.remove(one)
+            if now_s < seconds:
+                speak()
+    return (end_s - ramp_s) / (seconds - RAMP_S), heard
+
+
+def arrivals(simulation: Simulation, rate: float, frames: int, seconds: float, seed: int) -> list[Heard]:
+    """Send requests of equal length with random arrivals, as device.py does. Return the listeners."""
+    at_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, max(1, round(rate * seconds))))
+    requests = [Request(text=TEXT, seed=i, max_frames=frames) for i in range(len(at_s))]
+    return simulation.run(list(zip(at_s.tolist(), requests, strict=True)))
+
+
+def at_once(streams: int, frames: int) -> list[tuple[float, Request]]:
+    return [(0.0, Request(text=TEXT, seed=i, max_frames=frames)) for i in range(streams)]
+
+
+def shown(figures: dict[str, Any]) -> str:
+    """Return what device.py found for a load."""
+    rate = f"{figures['audio_s_per_s']:.0f} audio-s/s, " if "audio_s_per_s" in figures else ""
+    ttfa_ms = figures["ttfa_ms"]
+    if not isinstance(ttfa_ms, dict):
+        ttfa_ms = {"p50": ttfa_ms, "p90": figures["ttfa_p90_ms"]}
+    return f"{rate}first audio " + ", ".join(f"{q} {ms:.0f}" for q, ms in ttfa_ms.items()) + " ms"
+
+
+def experience(heard: list[Heard]) -> str:
+    p50, p90, p95 = np.percentile([1e3 * (one.ttfa_s or np.inf) for one in heard], (50, 90, 95))
+    viable = np.mean([one.late_s < GAP_S for one in heard])
+    return f"first audio p50 {p50:.0f}, p90 {p90:.0f}, p95 {p95:.0f} ms, viable {viable:.1%}"
+
+
+def told(job: tuple[Measured, str, argparse.Namespace]) -> str:
+    """Return a line for each load that was measured."""
+    measured, rule, options = job
+    frames, seconds = measured.speech_frames, options.seconds
+    lines = [measured.family if rule == ALL_RULES else f"{measured.family}, without: {rule}"]
+    for name, figures in measured.figures.items():
+        if match := re.fullmatch(r"(\d+) streams, each followed by the next", name):
+            simulation = measured.simulation(rule, options.renders_part)
+            rate, heard = followed(simulation, int(match[1]), frames, seconds)
+            lines.append(f"  {name}: {rate:.0f} audio-s/s, {experience(heard)}")
+        elif match := re.fullmatch(r"([\d.]+) requests a second", name):
+            heard = []
+            for seed in range(options.arrivals):
+                simulation = measured.simulation(rule, options.renders_part)
+                heard += arrivals(simulation, float(match[1]), frames, seconds, seed)
+            lines.append(f"  {name}: {experience(heard)}")
+        elif match := re.fullmatch(r"(\d+) streams", name):
+            simulation = measured.simulation(rule, options.renders_part)
+            heard = simulation.run(at_once(int(match[1]), frames))
+            rate = sum(one.audio_s for one in heard) / simulation.clock.now_s
+            lines.append(f"  {name} that begin together: {rate:.0f} audio-s/s, {experience(heard)}")
+        else:
+            continue
+        lines.append(f"    measured: {shown(figures)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--families", nargs="+")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=[ALL_RULES])
+    parser.add_argument("--renders-part", type=float, default=RENDERS_PART)
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--arrivals", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    models = list(read(options.result, options.families))
+    jobs = [(measured, rule, options) for measured in models for rule in options.rules]
+    with ProcessPoolExecutor(options.processes) as pool:
+        for lines in pool.map(told, jobs):
+            print(lines, flush=True)
+
+
+if __name__ == "__main__":
+    main()
