@@ -5,12 +5,12 @@
 The counts are launches, bytes and FLOPs at the published sizes, from `benchmarks/rehearse.py FAMILY --size
 full --json`. LOG.md says when those in `benchmarks/counts` were made. A roofline turns them into times:
 kernels run one after the other, and each takes its start and then the longer of its bytes and its arithmetic
-(constants in `rehearsal/cards.py`). Steps and renders run on two streams. One stream's work hides the other's
-starts, and the streams share bytes and arithmetic (`rehearsal/simulation.py`).
+(constants in `rehearsal/cards.py`).
 
-The project's scheduler then serves requests on a virtual clock at these costs, with a codec in fp32 and in
-TF32 (`zoo serve --codec tf32`). The prediction leaves out HTTP, encoders and the building of prompts. In conversations
-it includes the encoder of the user's clip, alone, but neither voice detection nor a slower encoder next to the steps.
+The real engine then serves requests on a virtual clock at these costs, with a codec in fp32 and in TF32 (`zoo serve
+--codec tf32`). Steps and renders share the device, as they do on an H200 (`serving/tools/simulated_device.py`). The
+prediction leaves out HTTP, encoders and the building of prompts. In conversations it includes the encoder of the user's
+clip, alone, but neither voice detection nor a slower encoder next to the steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.rehearsal.cards import CARDS, GRAPH_LAUNCH_US, Card
 from benchmarks.rehearsal.costs import APART, CLIP_S, Counts, Part, Row, reads_pages
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
-from benchmarks.rehearsal.simulation import Load, Server
+from benchmarks.rehearsal.simulation import simulation
+from benchmarks.simulated_loads import Experience, arrivals, conversations, followed
 
 COUNTS = Path(__file__).parent / "counts"
 STREAMS = 64
@@ -48,6 +51,7 @@ RATES = {
 }  # requests a second
 CONVERSATIONS, CONVERSATION_TURNS = (1, 16), 12
 RATE_S = 60  # seconds of requests at each rate
+CLOSED_S, RAMP_S = 40.0, 10.0  # of streams that follow each other, and of it what does not count
 
 
 @dataclass(frozen=True)
@@ -185,28 +189,22 @@ def in_the_way(one: Prediction) -> str:
 
 
 def served(one: Prediction) -> Iterator[str]:
-    counts, frames = one.counts, SPEECH_S / one.counts.frame_s
-    whose = f"{counts.family} on {one.card.name}, codec in {one.codec}"
-
-    def heard(load: Load) -> str:
-        found = Server(counts, one.card, STREAMS).serve(load)
-        return (
-            f"{found.audio_s_per_s:.1f} audio-s/s, first audio after {found.ttfa_ms(50):.0f} ms (p90 {found.ttfa_ms(90):.0f}, "
-            f"p95 {found.ttfa_ms(95):.0f}), {found.underruns} underruns, {found.num_viable} of {len(found.first_s)} speeches "
-            "without a gap"
-        )
-
+    counts, frames = one.counts, round(SPEECH_S / one.counts.frame_s)
+    whose = f"{counts.family} {counts.size} on {one.card.name}, codec in {one.codec}"
+    strategy = import_module(f"zoo.{counts.family}.strategy").STRATEGY
+    fresh = partial(simulation, counts, one.card, STREAMS, strategy)
     for streams in (1, STREAMS):
-        yield f"{whose}, {streams} streams, each followed by the next: {heard(Load.closed(6 * streams, frames, streams))}"
+        rate, heard = followed(fresh(), streams, frames, CLOSED_S, RAMP_S)
+        yield f"{whose}, {streams} streams, each followed by the next: {rate:.1f} audio-s/s, {Experience.of(heard)}"
     for num in CONVERSATIONS if "listen" in counts.parts else ():
-        load = Load.conversations(num, CONVERSATION_TURNS, frames, CLIP_S)
+        heard = conversations(fresh(), num, CONVERSATION_TURNS, frames, CLIP_S, counts.listen_s(one.card))
         yield (
             f"{whose}, {num} conversations of {CONVERSATION_TURNS} turns, {CLIP_S:g} s of the user and {SPEECH_S} s of the "
-            f"model each: {heard(load)}"
+            f"model each: {Experience.of(heard)}"
         )
     for rate in RATES.get(counts.family, ()):
-        load = Load.poisson(rate, RATE_S, frames)
-        yield f"{whose}, {rate} requests a second for {RATE_S} s, {SPEECH_S} s each: {heard(load)}"
+        heard = arrivals(fresh(), rate, frames, RATE_S, seed=0)
+        yield f"{whose}, {rate} requests a second for {RATE_S} s, {SPEECH_S} s each: {Experience.of(heard)}"
 
 
 def main() -> None:

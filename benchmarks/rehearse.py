@@ -82,6 +82,7 @@ class Rehearsal:
     card: str
     codec: str
     frame_s: float
+    sample_rate_hz: int
     steps_per_frame: int
     window: Window
     memory: MemoryPlan  # with the largest number of slots
@@ -144,7 +145,7 @@ def rehearse(
         spec = family.spec
         # a tensor that was made from an array has symbols for its sizes
         memory = MemoryPlan(**{name: int(n) for name, n in asdict(plan(family, max(slots))).items()})
-        facts = 1 / spec.frame_rate_hz, spec.steps_per_frame, spec.window, memory
+        facts = 1 / spec.frame_rate_hz, spec.sample_rate_hz, spec.steps_per_frame, spec.window, memory
         result = Rehearsal(family_name, size, card_name, codec, *facts, num_lowered(runner, parts))
         with _lowered(result):
             runner.lower(parts)

@@ -18,29 +18,22 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.launch_costs import render_s
 from benchmarks.rehearsal.costs import Counts
 from benchmarks.rules import RULES
-from compile_cache.strategy import Strategy
+from benchmarks.simulated_loads import Experience, arrivals, followed, together, voice_of
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
 from serving.engine.schedule.render_times import RenderTimes
-from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice
+from serving.tools.simulate import Cost, Simulation
 from serving.tools.simulated_device import RENDERS_PART, SimulatedDevice
-from zoo.contract import Window
-from zoo.request import Request
 
 COUNTS = Path(__file__).parent / "counts"  # has the windows of each family
-HOLDING_HZ = 24_000  # sample rate of CosyVoice 2, the one measured family that holds samples back
 SPEECH_S, RAMP_S = 4.2, 2.0  # as in device.py
-GAP_S = 1e-3  # of silence between two chunks, from which a stream is not viable
-TEXT = "x" * 50
 ALL_RULES = "all rules"
 
 
@@ -68,21 +61,12 @@ class Measured:
         return Counts.read(COUNTS / f"{self.family}.json")
 
     @property
-    def frame_s(self) -> float:
-        return self.counts.frame_s
-
-    @property
     def speech_frames(self) -> int:
-        return round(SPEECH_S / self.frame_s)
+        return round(SPEECH_S / self.counts.frame_s)
 
     @property
     def slots(self) -> int:
         return max(slots for (slots,) in timed(self.figures, "step"))
-
-    @property
-    def window(self) -> Window:
-        window = self.counts.window
-        return replace(window, hold_samples=round(window.hold_samples * RATE_HZ / HOLDING_HZ))
 
     @property
     def renders_ms(self) -> dict[int, dict[int, float]]:
@@ -109,13 +93,12 @@ class Measured:
         )
 
     def simulation(self, rule: str, renders_part: float) -> Simulation:
-        voice = Voice(self.window, self.frame_s, guard=1.0)
-        voice.strategy = Strategy(cuts_renders=self.window.grid > 1)
-        cost, table = self.cost, self.renders_ms
+        counts, cost, table = self.counts, self.cost, self.renders_ms
+        voice = voice_of(counts.window, counts.frame_s, counts.sample_rate_hz)
         simulation = Simulation(voice, cost, True, {"max_slots": self.slots})
         simulation.model.runner.device = SimulatedDevice(renders_part)
         step_s = cost.step_s(self.slots)
-        times = RenderTimes.measured(cost.render_s, self.window.sizes, lambda frames: table[frames], step_s)
+        times = RenderTimes.measured(cost.render_s, counts.window.sizes, table.__getitem__, step_s)
         simulation.model.use_render_times(times)
         simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
         RULES[rule](simulation)
@@ -131,42 +114,6 @@ def read(path: Path, families: list[str] | None) -> Iterator[Measured]:
                 yield measured
 
 
-def followed(simulation: Simulation, streams: int, frames: int, seconds: float) -> tuple[float, list[Heard]]:
-    """Keep `streams` requests running, each followed by the next, as device.py does. Return audio-s/s after the
-    ramp, and the listeners."""
-    random, heard, running = np.random.default_rng(0), list[Heard](), list[Heard]()
-
-    def speak() -> None:
-        length = int(random.integers(frames // 2, 3 * frames // 2))
-        heard.append(simulation.submit(Request(text=TEXT, seed=len(heard), max_frames=length)))
-        running.append(heard[-1])
-
-    for _ in range(streams):
-        speak()
-    ramp_s = end_s = 0.0  # audio that was given until then
-    while running:
-        simulation.turn()
-        now_s, given_s = simulation.clock.now_s, sum(one.audio_s for one in heard)
-        ramp_s = given_s if now_s < RAMP_S else ramp_s
-        end_s = given_s if now_s < seconds else end_s
-        for one in [one for one in running if one.end is not None]:
-            running.remove(one)
-            if now_s < seconds:
-                speak()
-    return (end_s - ramp_s) / (seconds - RAMP_S), heard
-
-
-def arrivals(simulation: Simulation, rate: float, frames: int, seconds: float, seed: int) -> list[Heard]:
-    """Send requests of equal length with random arrivals, as device.py does. Return the listeners."""
-    at_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, max(1, round(rate * seconds))))
-    requests = [Request(text=TEXT, seed=i, max_frames=frames) for i in range(len(at_s))]
-    return simulation.run(list(zip(at_s.tolist(), requests, strict=True)))
-
-
-def at_once(streams: int, frames: int) -> list[tuple[float, Request]]:
-    return [(0.0, Request(text=TEXT, seed=i, max_frames=frames)) for i in range(streams)]
-
-
 def shown(figures: dict[str, Any]) -> str:
     """Return what device.py found for a load."""
     rate = f"{figures['audio_s_per_s']:.0f} audio-s/s, " if "audio_s_per_s" in figures else ""
@@ -176,33 +123,27 @@ def shown(figures: dict[str, Any]) -> str:
     return f"{rate}first audio " + ", ".join(f"{q} {ms:.0f}" for q, ms in ttfa_ms.items()) + " ms"
 
 
-def experience(heard: list[Heard]) -> str:
-    p50, p90, p95 = np.percentile([1e3 * (one.ttfa_s or np.inf) for one in heard], (50, 90, 95))
-    viable = np.mean([one.late_s < GAP_S for one in heard])
-    return f"first audio p50 {p50:.0f}, p90 {p90:.0f}, p95 {p95:.0f} ms, viable {viable:.1%}"
-
-
 def told(job: tuple[Measured, str, argparse.Namespace]) -> str:
-    """Return a line for each load that was measured."""
+    """Return two lines for each load that was measured."""
     measured, rule, options = job
     frames, seconds = measured.speech_frames, options.seconds
     lines = [measured.family if rule == ALL_RULES else f"{measured.family}, without: {rule}"]
     for name, figures in measured.figures.items():
         if match := re.fullmatch(r"(\d+) streams, each followed by the next", name):
             simulation = measured.simulation(rule, options.renders_part)
-            rate, heard = followed(simulation, int(match[1]), frames, seconds)
-            lines.append(f"  {name}: {rate:.0f} audio-s/s, {experience(heard)}")
+            rate, heard = followed(simulation, int(match[1]), frames, seconds, RAMP_S)
+            lines.append(f"  {name}: {rate:.0f} audio-s/s, {Experience.of(heard)}")
         elif match := re.fullmatch(r"([\d.]+) requests a second", name):
             heard = []
             for seed in range(options.arrivals):
                 simulation = measured.simulation(rule, options.renders_part)
                 heard += arrivals(simulation, float(match[1]), frames, seconds, seed)
-            lines.append(f"  {name}: {experience(heard)}")
+            lines.append(f"  {name}: {Experience.of(heard)}")
         elif match := re.fullmatch(r"(\d+) streams", name):
             simulation = measured.simulation(rule, options.renders_part)
-            heard = simulation.run(at_once(int(match[1]), frames))
+            heard = together(simulation, int(match[1]), frames)
             rate = sum(one.audio_s for one in heard) / simulation.clock.now_s
-            lines.append(f"  {name} that begin together: {rate:.0f} audio-s/s, {experience(heard)}")
+            lines.append(f"  {name} that begin together: {rate:.0f} audio-s/s, {Experience.of(heard)}")
         else:
             continue
         lines.append(f"    measured: {shown(figures)}")

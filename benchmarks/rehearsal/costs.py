@@ -93,6 +93,7 @@ class Counts:
     family: str
     size: str
     frame_s: float
+    sample_rate_hz: int
     window: Window
     parts: dict[str, list[Part]]
     steps_per_frame: float = 1
@@ -115,7 +116,7 @@ class Counts:
         steps_per_frame, pattern = content.get("steps_per_frame", 1), PATTERNS.get(content["family"])
         if pattern is not None:
             steps_per_frame = sum(pattern) / pattern[1]
-        facts = content["family"], content["size"], content["frame_s"]
+        facts = content["family"], content["size"], content["frame_s"], content["sample_rate_hz"]
         return cls(*facts, window, dict(parts), steps_per_frame, pattern)
 
     def frames(self, steps: np.ndarray) -> np.ndarray:

@@ -63,12 +63,15 @@ class Voice(Family[Any]):
         max_frames: int = 4096,
         guard: float = 4.0,
         lanes: int = 1,
+        steps_per_frame: int = 1,
+        has_offsets: bool = True,
     ):
         """window: its hold_samples are of RATE_HZ. guard: times a speech's frames that a prompt allows, as a
-        family that does not know must. lanes: a second one has a prompt of half as many positions."""
+        family that does not know must. lanes: a second one has a prompt of half as many positions.
+        has_offsets: where windows lie on a grid, it begins at another frame for each size of prompt."""
         super().__init__()
         self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
-        self.frames_per_byte, self.guard = frames_per_byte, guard
+        self.frames_per_byte, self.guard, self.has_offsets = frames_per_byte, guard, has_offsets
         self.spec = Spec(
             family="simulated",
             variant="voice",
@@ -79,7 +82,8 @@ class Voice(Family[Any]):
             kv=KV(1, 1, 2),
             width=1,
             max_frames=max_frames,
-            max_positions=3 * max_frames,
+            max_positions=(2 + steps_per_frame) * max_frames,
+            steps_per_frame=steps_per_frame,
             window=window or Window((1, 4, 25)),
             lanes=lanes,
         )
@@ -100,7 +104,7 @@ class Voice(Family[Any]):
         cap = min(self.spec.max_frames, max(frames, round(self.guard * frames)))
         keys = tuple(request.seed % 2**32 * 100_003 + i for i in range(size))
         slot = {"frames": frames}
-        offset = size % self.spec.window.grid
+        offset = size % self.spec.window.grid if self.has_offsets else 0
         null = Lane(torch.zeros(-(-size // 2), 1), keys[: -(-size // 2)]) if self.spec.lanes == 2 else None
         return Prompt(
             torch.zeros(size, 1),
@@ -168,7 +172,7 @@ class SimulatedRunner:
         self.lanes = np.arange(family.spec.lanes)[:, None]
         self.kv_lens = np.zeros(len(self.lanes) * (num_slots + 1), np.int64)
         self.capacity = np.zeros_like(self.kv_lens)  # positions that a sequence's pages hold
-        self.made = np.zeros(num_slots, np.int64)
+        self.num_steps = np.zeros(num_slots, np.int64)
         self.wanted = np.zeros(num_slots, np.int64)
         self.given = np.zeros(num_slots, np.int64)  # samples
         self.device = SimulatedDevice()
@@ -177,7 +181,7 @@ class SimulatedRunner:
         return (slots + self.lanes * (self.num_slots + 1)).ravel()
 
     def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
-        self.made[slot], self.wanted[slot] = 0, min(prompt.slot["frames"], prompt.max_frames)
+        self.num_steps[slot], self.wanted[slot] = 0, min(prompt.slot["frames"], prompt.max_frames)
         self.given[slot] = 0
         sequences = self.sequences(np.array([slot]))
         self.kv_lens[sequences] = skips
@@ -205,15 +209,15 @@ class SimulatedRunner:
         for chunk in chunks:
             self.kv_lens[chunk.slot + chunk.lane * (self.num_slots + 1)] += chunk.stop - chunk.start
         self._check_pages()
-        self._launch("lm", self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks)))
+        self._launch("lm", self.prefill_s(chunks))
 
     def step(self, slots: np.ndarray) -> Copy:
         self.kv_lens[self.sequences(slots)] += 1
         self._check_pages()
-        self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
-        done = self.made[slots] >= self.wanted[slots]
+        self.num_steps[slots] += 1
+        made = np.minimum(self.frames_of(self.num_steps[slots]), self.wanted[slots])
         no_text, finite = np.full(len(slots), -1), np.ones(len(slots), bool)
-        report = np.stack((self.made[slots], done, no_text, finite), 1)
+        report = np.stack((made, made == self.wanted[slots], no_text, finite), 1)
         return self._launch("lm", self.cost.step_s(len(slots)), report)
 
     def render(self, due: Render) -> Copy:
@@ -222,7 +226,16 @@ class SimulatedRunner:
         given = np.maximum((due.start + due.count) * each - held, 0)
         valid, self.given[due.slots] = given - self.given[due.slots], given
         samples = np.zeros((len(due.slots), max(valid)), np.float32)
-        return self._launch("renders", self.cost.render_s(len(due.slots), due.frames), samples, valid)
+        return self._launch("renders", self.render_s(due), samples, valid)
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks))
+
+    def frames_of(self, num_steps: np.ndarray) -> np.ndarray:
+        return num_steps
+
+    def render_s(self, due: Render) -> float:
+        return self.cost.render_s(len(due.slots), due.frames)
 
     def _launch(self, stream: str, cost_s: float, *values: np.ndarray) -> Copy:
         copy = Copy(self.clock, self.device, self.device.launch(stream, cost_s, self.clock.now_s), *values)
@@ -281,19 +294,21 @@ class AtOnce(Executor):
 @dataclass
 class Simulation:
     """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report
-    is read; None: one where launches return at once, else none. `settings` are the engine's."""
+    is read; None: one where launches return at once, else none. make_runner: as SimulatedRunner. `settings` are
+    the engine's."""
 
     voice: Voice
     cost: Cost
     is_async: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     report_lag: int | None = None
+    make_runner: Callable[..., SimulatedRunner] = SimulatedRunner
 
     def __post_init__(self) -> None:
         self.clock = Clock()
 
         def make(family: Voice, num_slots: int, arena: Arena, *_: object) -> SimulatedRunner:
-            return SimulatedRunner(self.clock, self.cost, self.is_async, family, num_slots, arena)
+            return self.make_runner(self.clock, self.cost, self.is_async, family, num_slots, arena)
 
         self.engine = Engine(
             self.voice,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 import zoo
 from benchmarks.predict import AIMS, COUNTS, STREAMS, Prediction, apart, in_the_way, table
 from benchmarks.rehearsal.cards import CARDS
-from benchmarks.rehearsal.costs import APART, Cost, Counts, Part, Row, merged
-from benchmarks.rehearsal.simulation import Device, Heard, Load, Server
+from benchmarks.rehearsal.costs import APART, Counts, Part, Row, merged
+from benchmarks.rehearsal.simulation import simulation
+from benchmarks.simulated_loads import Experience, arrivals, conversations, followed, together
+from compile_cache.strategy import Strategy
 from serving.engine.engine import CODECS
+from serving.tools.simulate import RATE_HZ, Simulation
 from zoo.contract import Window
 
 H100 = CARDS["h100"]
@@ -34,7 +38,13 @@ def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
         for size in window.sizes
     ]
     prefill = [Part(slots, 0, 0, (Row(1, "eager", "", 0, 0, "bf16"),)) for slots in (1, 3)]
-    return Counts("toy", "tiny", FRAME_S, window, {"step": step, "render": render, "prefill": prefill})
+    return Counts(
+        "toy", "tiny", FRAME_S, RATE_HZ, window, {"step": step, "render": render, "prefill": prefill}
+    )
+
+
+def served(known: Counts, slots: int) -> Simulation:
+    return simulation(known, H100, slots, Strategy())
 
 
 @pytest.mark.parametrize(
@@ -66,81 +76,6 @@ def test_merging_rows_hardly_changes_the_time_on_any_card():
         assert after.device_ms(card) == pytest.approx(before.device_ms(card), rel=0.01)
         assert (after.num_launches, after.host_ms()) == (before.num_launches, before.host_ms())
         assert after.num_memory_bytes() == pytest.approx(before.num_memory_bytes(), rel=0.01)
-
-
-def test_the_device_never_runs_ahead_of_the_host():
-    device = Device()
-    first = device.launch("lm", Cost(host_s=1, device_s=5))
-    assert device.host_s == 1 and not first.is_done
-    # Python launches more slowly than the device computes.
-    second = device.launch("lm", Cost(host_s=9, device_s=1))
-    device.wait_for(first)
-    assert device.host_s == 10 and first.done_s == 5
-    device.wait_for(second)
-    assert device.host_s == second.done_s == 10
-    device.wait(7)
-    assert device.host_s == 10
-
-
-@pytest.mark.parametrize(
-    ("loads", "ends"),
-    [
-        ((0.2, 0.3), (4, 6)),  # each runs during the other's starts
-        ((1.0, 1.0), (8, 10)),  # bytes and arithmetic are shared, without loss or gain
-        ((1.0, 0.5), (6, 8)),
-        ((0.0, 1.0), (4, 6)),
-    ],
-)
-def test_two_streams_hide_starts_and_share_busy_time(loads, ends):
-    device = Device()
-    works = [
-        device.launch(stream, Cost(0, seconds, load * seconds))
-        for stream, seconds, load in zip(("lm", "renders"), (4, 6), loads, strict=True)
-    ]
-    for work in works:
-        device.wait_for(work)
-    assert [work.done_s for work in works] == pytest.approx(ends)
-
-
-def test_a_launch_on_the_other_stream_slows_a_running_one():
-    device = Device()
-    step = device.launch("lm", Cost(0, 4, 4))
-    device.wait(2)
-    render = device.launch("renders", Cost(0, 1, 1))
-    device.wait_for(render)
-    assert (device.host_s, step.is_done) == (4, False)
-    device.wait_for(step)
-    assert device.host_s == 5
-
-
-def test_every_frame_is_delivered_once_and_the_run_takes_at_least_the_steps():
-    heard = Server(counts(), H100, num_slots=4).serve(Load.closed(12, frames=20, num_streams=4))
-    assert not np.isnan(heard.first_s).any()
-    assert heard.audio_s == pytest.approx(heard.load.frames.sum() * FRAME_S)
-    assert heard.busy_s > heard.load.frames.max() * 1e-3
-    assert heard.underruns == 0
-
-
-def test_a_step_that_takes_twice_as_long_halves_the_audio():
-    fast, slow = (
-        Server(counts(megabytes), H100, num_slots=4)
-        .serve(Load.closed(16, frames=100, num_streams=4))
-        .audio_s_per_s
-        for megabytes in (26_800, 53_600)
-    )
-    assert fast / slow == pytest.approx(2, rel=0.2)
-
-
-def test_too_many_requests_wait_and_a_slow_device_leaves_gaps():
-    calm, crowd = (
-        Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 1, frames=10)) for rate in (10, 400)
-    )
-    assert calm.ttfa_ms(95) < 25 < crowd.ttfa_ms(50)  # prompts wait two steps at most to be batched
-    # 0.2 s for a frame of 0.1 s
-    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(
-        Load.closed(4, frames=40, num_streams=4)
-    )
-    assert late.underruns > 0
 
 
 @pytest.mark.parametrize("path", sorted(COUNTS.glob("*.json")), ids=lambda path: path.stem)
@@ -188,10 +123,14 @@ def test_a_frame_of_several_steps_takes_as_many_times_as_long():
     single, sevenfold = Prediction(one, H100), Prediction(seven, H100)
     assert sevenfold.frame_ms() == pytest.approx(7 * single.frame_ms())
     assert sevenfold.audio_s_per_s() == pytest.approx(single.audio_s_per_s() / 7)
-    load = Load.closed(4, frames=20, num_streams=4)
-    slow, fast = (Server(each, H100, num_slots=4).serve(load) for each in (seven, one))
-    assert slow.audio_s == fast.audio_s == pytest.approx(float(load.frames.sum()) * FRAME_S)
-    assert slow.busy_s > 5 * fast.busy_s and slow.ttfa_ms(50) > 2 * fast.ttfa_ms(50)
+    slow, fast = (together(served(each, 4), streams=4, frames=20) for each in (seven, one))
+    assert (
+        [each.audio_s for each in slow]
+        == [each.audio_s for each in fast]
+        == pytest.approx([20 * FRAME_S] * 4)
+    )
+    assert all(late.ttfa_s > 2 * early.ttfa_s for late, early in zip(slow, fast, strict=True))
+    assert all(late.ended_s > 5 * early.ended_s for late, early in zip(slow, fast, strict=True))
 
 
 def test_text_is_written_between_frames():
@@ -205,24 +144,38 @@ def test_text_is_written_between_frames():
 def test_a_turn_follows_when_the_answer_was_heard_and_the_user_has_spoken():
     """The encoder of what the user said comes before each answer."""
     known = counts()
-    load = Load.conversations(3, turns=4, frames=20, pause_s=2.0)
-    assert load.pause_s is not None and len(load.frames) == 12
-    heard = Server(known, H100, num_slots=4).serve(load)
-    ends_s = heard.first_s + heard.given_s
-    np.testing.assert_allclose(heard.arrived_s[3:], ends_s[:-3] + load.pause_s[3:])
-    assert (heard.first_s > heard.arrived_s).all()
     encoder = Part(1, 0, 0, (Row(1, "eager", "", 2_680_000_000, 0, "fp32"),))  # 1 ms and its start
     slower = replace(known, parts=known.parts | {"listen": [encoder]})
     assert slower.listen_s(H100) == pytest.approx(1e-3, rel=0.01) and known.listen_s(H100) == 0
-    later = Server(slower, H100, num_slots=4).serve(load)
-    assert later.ttfa_ms(50) - heard.ttfa_ms(50) == pytest.approx(1, abs=0.5)
+    heard, later = (
+        conversations(served(each, 4), 1, turns=4, frames=20, pause_s=2.0, listen_s=each.listen_s(H100))
+        for each in (known, slower)
+    )
+    assert len(heard) == len(later) == 4
+    for before, after in pairwise(heard):
+        assert 1.0 <= after.submitted_s - max(before.plays_until_s, before.ended_s) <= 3.0
+    for one, other in zip(heard, later, strict=True):
+        assert 1e3 * (other.ttfa_s - one.ttfa_s) == pytest.approx(1, abs=0.5)
 
 
-def test_a_late_delivery_is_a_gap_of_its_listener_alone():
-    heard = Heard(Load.closed(2, frames=20, num_streams=2))
-    both, first = np.array([0, 1]), np.array([0])
-    heard.give(both, np.array([0.2, 0.2]), 1.0)
-    heard.give(first, np.array([0.1]), 1.15)  # plays until 1.3
-    heard.give(first, np.array([0.1]), 1.35)  # late by 0.05, plays until 1.45
-    heard.give(both, np.array([0.1, 0.1]), 1.2)
-    assert heard.gap_s.tolist() == pytest.approx([0.05, 0]) and heard.num_viable == 1
+def test_every_conversation_has_all_of_its_turns():
+    heard = conversations(served(counts(), 4), 6, turns=3, frames=20, pause_s=2.0, listen_s=0.0)
+    assert len(heard) == 18 and all(one.end is not None and one.audio_s > 0 for one in heard)
+
+
+def test_a_step_that_takes_twice_as_long_halves_the_audio():
+    fast, slow = (
+        followed(served(counts(megabytes), 4), streams=4, frames=100, seconds=20, ramp_s=2)[0]
+        for megabytes in (26_800, 53_600)
+    )
+    assert fast / slow == pytest.approx(2, rel=0.2)
+
+
+def test_too_many_requests_wait_and_a_slow_device_leaves_gaps():
+    calm, crowd = (
+        Experience.of(arrivals(served(counts(), 2), rate, frames=10, seconds=1, seed=0)) for rate in (10, 400)
+    )
+    assert calm.p95_ms < 25 < crowd.p50_ms and calm.viable == 1
+    # 0.2 s for a frame of 0.1 s
+    late = together(served(counts(step_mb=2 * 268_000), 2), streams=2, frames=40)
+    assert Experience.of(late).viable == 0

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 import zoo
 from compile_cache import artifacts, store, threads
 from compile_cache.artifacts import Entry
@@ -34,6 +36,8 @@ def keep_freed_memory() -> None:
 
 
 WEIGHTS = ("published", "int8", "fp8")
+
+log = structlog.get_logger()
 
 
 def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
@@ -71,13 +75,23 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
         for family in families:
             pack(family, is_int8=weights == "int8")
             residual.prepare(family)
-    if weights == "int8" and not any(num_in_int8(family) for family in families):
-        names = " and ".join(family.spec.name or family.spec.family for family in families)
+    if weights == "int8":
+        check_rounded(families)
+    keep_freed_memory()
+
+
+def check_rounded(families: Sequence[Family]) -> None:
+    """Raise ValueError if no family has weights that were rounded to int8. Log each one that has none beside
+    others."""
+    left = [family.spec.name or family.spec.family for family in families if not num_in_int8(family)]
+    if len(left) == len(families):
+        names = " and ".join(left)
         raise ValueError(
             f"weights int8 round large matrices that are published in 16 bits, and {names} has none: "
             "use weights published"
         )
-    keep_freed_memory()
+    for name in left:
+        log.warning("weights are used as published", model=name, why="no large matrix has 16 bits")
 
 
 def check_weights(families: Sequence[Family], compile: bool, weights: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import structlog
 import torch
 from models import directory, family
 from torch import nn
@@ -15,6 +16,7 @@ from torch._inductor.codecache import CppCodeCache
 
 import zoo
 from compile_cache import artifacts, choices
+from serving.engine.device import prepare_for_host as module
 from serving.engine.device.prepare_for_host import cache_place, prepare_for_host
 from zoo.nn.fp8 import FP8Linear
 from zoo.nn.packed import PackedLinear
@@ -108,6 +110,14 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
 def test_weights_that_cannot_be_rounded_are_refused(weights, compile, why):
     with pytest.raises(ValueError, match=why):
         prepare_for_host(family("toy"), compile=compile, weights=weights)
+
+
+def test_the_log_names_a_model_that_is_not_rounded_beside_others(monkeypatch):
+    rounded, whole = family("toy"), family("toy_delay")
+    monkeypatch.setattr(module, "num_in_int8", lambda each: int(each is rounded))
+    with structlog.testing.capture_logs() as lines:
+        module.check_rounded([rounded, whole])
+    assert [line["model"] for line in lines] == [whole.spec.name or whole.spec.family]
 
 
 def test_a_gpu_with_fp8_gets_rounded_matrices(monkeypatch, tmp_path):
