@@ -54,6 +54,7 @@ def grown(directory: str, is_served: bool) -> int:
     with artifacts.opened(artifacts.place("kernels", kernels.key())):
         kernels.build()
     zoo.load(directory, "meta", "float32")  # imports all packages
+    keep_freed_memory()  # before it gives back what the imports left
     before = anonymous_bytes()
     family = zoo.load(directory, "cpu", "float32", keeps_bf16=is_served)
     if is_served:

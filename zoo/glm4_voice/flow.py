@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.glm4_voice.config import FlowConfig, mel_frames
-from zoo.glm4_voice.estimator import Estimator, GroupNorm, Level
+from zoo.glm4_voice.estimator import Estimator, GroupNorm
 from zoo.nn.cfm import cosine_times, solver_steps
 from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.encoder import EMBED_EPS, ConformerLayer, Distances, Embed
@@ -120,9 +120,8 @@ class Flow(nn.Module):
         given = torch.cat((mu, speaker, known), 1)
         pairs = torch.stack((given, torch.zeros_like(given)))  # with the condition, and without it
         x = self._start(num, at) * mask
-        levels = self.estimator.levels(mask.repeat(2, 1, 1))
         for k in solver_steps(len(self.strides), x):
-            x = self.advance(x, pairs, levels, self.estimator.shifts[k], self.strides[k])
+            x = self.advance(x, pairs, mask, self.estimator.shifts[k], self.strides[k])
         return x.mT
 
     def _start(self, num: Tensor, at: Tensor) -> Tensor:
@@ -131,14 +130,13 @@ class Flow(nn.Module):
         index = row * num[:, None, None] + at  # [B, MELS, T]
         return self.noise[index.clamp(max=len(self.noise) - 1)].to(dtype_of(self.output))
 
-    def advance(
-        self, x: Tensor, pairs: Tensor, levels: tuple[Level, Level], shifts: Tensor, stride: Tensor
-    ) -> Tensor:
+    def advance(self, x: Tensor, pairs: Tensor, mask: Tensor, shifts: Tensor, stride: Tensor) -> Tensor:
         """Take a step of the solver of size stride []: x [B, MELS, T] -> [B, MELS, T].
 
-        pairs [2, B, 3 MELS, T]: the condition, and zeros; levels: of 2 B rows; shifts [stages, channels]: the embeddings
-        of the step's time.
+        pairs [2, B, 3 MELS, T]: the condition, and zeros; mask [B, 1, T]: 1 for frames that are there; shifts [stages,
+        channels]: the embeddings of the step's time.
         """
+        levels = self.estimator.levels(mask.repeat(2, 1, 1))
         inputs = torch.cat((x.repeat(2, 1, 1), pairs.flatten(0, 1)), 1)
         velocity, null = self.estimator(inputs, levels, shifts).unflatten(0, (2, -1)).unbind(0)
         guidance = self.config.guidance

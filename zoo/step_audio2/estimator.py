@@ -29,12 +29,12 @@ BLOCK_PARTS, LAST_PARTS = 9, 2  # vectors of a block, and of the last norm
 
 
 class Frames(Protocol):
-    """Which frames attention sees. mask [R, 1, Q, K] bool; None: all."""
+    """Which frames attention sees. mask [B, 1, Q, K] bool; None: all."""
 
     mask: Tensor | None
 
-    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Return the cached and the new frames [R, K, V] of new [R, Q, V], and write the new ones to the cache."""
+    def joined(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Return the cached and the new frames [R, K, V] of new [R, Q, V]."""
 
 
 class Attention(nn.Module):
@@ -48,13 +48,14 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = nn.LayerNorm(config.head_dim), nn.LayerNorm(config.head_dim)
         self.out = nn.Linear(inner, config.hidden)
 
-    def forward(self, x: Tensor, frames: Frames, cache: Tensor) -> Tensor:
-        """x [R, Q, D] -> [R, Q, D]"""
+    def forward(self, x: Tensor, frames: Frames, mask: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, Q, D] -> [R, Q, D], and the new keys and values [R, Q, V]. mask [R, 1, Q, K]"""
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x))  # [R, Q, H, dim]
-        kv = frames.exchange(cache, torch.cat((self.k_norm(k), v), -1).flatten(2))
+        new = torch.cat((self.k_norm(k), v), -1).flatten(2)
+        kv = frames.joined(cache, new)
         k, v = kv.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(2, -1)  # [R, H, K, dim]
-        mixed = F.scaled_dot_product_attention(self.q_norm(q).transpose(1, 2), k, v, attn_mask=frames.mask)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(self.q_norm(q).transpose(1, 2), k, v, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2)), new
 
 
 class ConvBlock(nn.Module):
@@ -81,13 +82,22 @@ class Block(nn.Module):
         self.narrow = nn.Linear(config.estimator_inner, config.hidden)
         self.modulation = nn.Linear(config.hidden, BLOCK_PARTS * config.hidden)
 
-    def forward(self, x: Tensor, parts: Tensor, state: CodecState, frames: Frames, cache: Tensor) -> Tensor:
-        """x [R, Q, D], parts [9, D] -> [R, Q, D]"""
+    def forward(
+        self,
+        x: Tensor,
+        parts: Tensor,
+        state: CodecState,
+        frames: Frames,
+        mask: Tensor | None,
+        cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """x [R, Q, D], parts [9, D] -> [R, Q, D], and attention's new keys and values [R, Q, V]"""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, conv_shift, conv_scale, conv_gate = parts.unbind()
-        x = x + gate * self.attention(normed(x, shift, scale), frames, cache)
+        mixed, new = self.attention(normed(x, shift, scale), frames, mask, cache)
+        x = x + gate * mixed
         x = x + conv_gate * self.conv(normed(x, conv_shift, conv_scale), state)
         y = F.gelu(self.widen(normed(x, mlp_shift, mlp_scale)), approximate="tanh")
-        return x + mlp_gate * self.narrow(y)
+        return x + mlp_gate * self.narrow(y), new
 
 
 class Estimator(nn.Module):
@@ -121,10 +131,21 @@ class Estimator(nn.Module):
         last = self.modulation(c).unflatten(-1, (LAST_PARTS, -1))
         self.register_buffer("last_parts", last, persistent=False)
 
-    def forward(self, x: Tensor, step: int, state: CodecState, frames: Frames, caches: Tensor) -> Tensor:
-        """x [R, Q, 4 MELS] -> [R, Q, MELS]. caches [depth, ...]: one per block."""
-        x = self.input(x)
+    def forward(
+        self,
+        x: Tensor,
+        parts: Tensor,
+        last_parts: Tensor,
+        state: CodecState,
+        frames: Frames,
+        mask: Tensor | None,
+        caches: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """x [R, Q, 4 MELS] -> [R, Q, MELS], and the new keys and values [depth, R, Q, V]. parts [depth, 9, D] and
+        last_parts [2, D]: of the solver's step; caches [depth, ...]: one per block."""
+        x, news = self.input(x), []
         for i, block in enumerate(self.blocks):
-            x = block(x, self.parts[step, i], state, frames, caches[i])
-        shift, scale = self.last_parts[step].unbind()
-        return self.output(normed(x, shift, scale))
+            x, new = block(x, parts[i], state, frames, mask, caches[i])
+            news.append(new)
+        shift, scale = last_parts.unbind()
+        return self.output(normed(x, shift, scale)), torch.stack(news)

@@ -21,7 +21,7 @@ from zoo.nn.s3.estimator import PAIR
 from zoo.nn.s3.sizes import LOOKAHEAD, MELS, TOKEN_FRAMES
 from zoo.step_audio2.config import FlowConfig
 from zoo.step_audio2.estimator import Estimator
-from zoo.step_audio2.past import STEPS, Cell, Past, PromptCell
+from zoo.step_audio2.past import STEPS, Cell, CellFrames, Past, PromptCell, PromptFrames
 
 NOISE_FRAMES, SEED = 30_000, 0
 
@@ -79,10 +79,17 @@ class Flow(nn.Module):
         mu = self.output(x)
         known = self.speaker(F.normalize(speaker, dim=1))[:, None].expand_as(mu)
         given = torch.cat((mu, known, prompt), -1)  # [B, 2 N, 3 MELS]
-        pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [B * PAIR, 2 N, 3 MELS]
+        pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, 2 N, 3 MELS]
         x = self._start(cell)
         for step in solver_steps(STEPS, x):
-            x = self._advance(x, pairs, step, cell, past)
+            parts, last_parts = self.estimator.parts[step], self.estimator.last_parts[step]
+            turns = past.turns[cell.slots, step]  # [B, PAIR, V]
+            caches = past.velocities[:, step].transpose(0, 1)  # [depth, rows, PAIR, places + 1, 2 I]
+            x, turns, new = self.advance(
+                x, pairs, parts, last_parts, self.strides[step], cell.count, cell.frames, turns, caches
+            )
+            past.turns[cell.slots, step] = turns
+            cell.frames.keep(caches, new)
         return x
 
     def _start(self, cell: Cell | PromptCell) -> Tensor:
@@ -90,15 +97,30 @@ class Flow(nn.Module):
         at = cell.first_frame[:, None] + torch.arange(TOKEN_FRAMES * cell.tokens, device=self.noise.device)
         return self.noise[at.clamp(max=len(self.noise) - 1)]
 
-    def _advance(self, x: Tensor, pairs: Tensor, step: int, cell: Cell | PromptCell, past: Past) -> Tensor:
-        """Take a step of the solver: x [B, 2 N, MELS] -> [B, 2 N, MELS]."""
-        rows = past.turns[cell.slots, step].flatten(0, 1)
-        count = (TOKEN_FRAMES * cell.count).repeat_interleave(PAIR)
-        state = CodecState(self.estimator.layout, rows, x.shape[1], count)
-        inputs = torch.cat((x.repeat_interleave(PAIR, 0), pairs), -1)
-        caches = past.velocities[:, step].transpose(0, 1)  # [depth, rows, PAIR, places + 1, 2 I]
-        made = self.estimator(inputs, step, state, cell.frames, caches).unflatten(0, (-1, PAIR))
-        past.turns[cell.slots, step] = state.next().unflatten(0, (-1, PAIR))
-        velocity, null = made.unbind(1)
+    def advance(
+        self,
+        x: Tensor,
+        pairs: Tensor,
+        parts: Tensor,
+        last_parts: Tensor,
+        stride: Tensor,
+        count: Tensor,
+        frames: CellFrames | PromptFrames,
+        turns: Tensor,
+        caches: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take a step of the solver of size stride [].
+
+        x [B, 2 N, MELS] -> [B, 2 N, MELS], the next turns [B, PAIR, V], and new keys and values [depth, B * PAIR, 2 N,
+        2 I]. pairs [B, PAIR, 2 N, 3 MELS]: the condition and zeros; count [B]: tokens of each row; turns: the ends of
+        the convolutions. The other arguments are the estimator's. It writes to no cache, so the compiler copies none.
+        """
+        count = (TOKEN_FRAMES * count).repeat_interleave(PAIR)
+        state = CodecState(self.estimator.layout, turns.flatten(0, 1), x.shape[1], count)
+        inputs = torch.cat((x.repeat_interleave(PAIR, 0), pairs.flatten(0, 1)), -1)
+        mask = None if frames.mask is None else frames.mask.repeat_interleave(PAIR, 0)
+        made, new = self.estimator(inputs, parts, last_parts, state, frames, mask, caches)
+        velocity, null = made.unflatten(0, (-1, PAIR)).unbind(1)
         guidance = self.config.guidance
-        return x + self.strides[step] * ((1 + guidance) * velocity - guidance * null)
+        x = x + stride * ((1 + guidance) * velocity - guidance * null)
+        return x, state.next().unflatten(0, (-1, PAIR)), new

@@ -104,9 +104,11 @@ class PromptFrames:
 
     mask = None
 
-    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        cache[0, :, : new.shape[1]] = new.flip(1)
+    def joined(self, cache: Tensor, new: Tensor) -> Tensor:
         return new
+
+    def keep(self, caches: Tensor, new: Tensor) -> None:
+        caches[:, 0, :, : new.shape[2]] = new.flip(2)
 
 
 class CellTokens(Seen):
@@ -157,13 +159,15 @@ class CellFrames:
         is_held = torch.arange(self.held, device=device) < num_held
         sees_own = is_new[:, None] | torch.eye(num, dtype=torch.bool, device=device)
         mask = torch.cat((is_held[:, None].expand(-1, num, -1), sees_own.expand(-1, num, -1)), 2)
-        self.mask = mask.repeat_interleave(PAIR, 0)[:, None]  # [B * PAIR, 1, Q, K]
+        self.mask = mask[:, None]  # [B, 1, Q, K]
 
-    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        whole = torch.cat((cache[self.slots, :, : self.held].flatten(0, 1), new), 1)
+    def joined(self, cache: Tensor, new: Tensor) -> Tensor:
+        return torch.cat((cache[self.slots, :, : self.held].flatten(0, 1), new), 1)
+
+    def keep(self, caches: Tensor, new: Tensor) -> None:
+        """Write the new keys and values [depth, B * PAIR, Q, V] of a step to the caches."""
         pair = torch.arange(PAIR, device=new.device)[:, None]
-        cache[self.slots[:, None, None], pair, self.index[:, None]] = new.unflatten(0, (-1, PAIR))
-        return whole
+        caches[:, self.slots[:, None, None], pair, self.index[:, None]] = new.unflatten(1, (-1, PAIR))
 
 
 class Cell:
