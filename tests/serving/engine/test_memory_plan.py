@@ -1,5 +1,6 @@
 """What a model will take of a device, counted before any of it is taken."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from models import directory, family
 
 import zoo
+from serving.engine.device.staging import recorded_rows
 from serving.engine.loading import CPU_PART, sizes
 from serving.engine.memory.memory_plan import (
     SLOTS,
@@ -187,3 +189,13 @@ def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(mon
     for host, expected in ((room, 32), (room - 1, 16), (1, 8)):
         monkeypatch.setattr("compile_cache.limits.memory_bytes", lambda host=host: round(host / CPU_PART))
         assert slots("throughput") == expected
+
+
+def test_a_strategy_bounds_the_samples_of_a_recorded_render(monkeypatch):
+    toy = family("toy")
+    bound = 10 * 25 * toy.spec.frame_samples
+    monkeypatch.setattr(toy, "strategy", replace(toy.strategy, render_samples=bound))
+    rows = [
+        recorded_rows(toy, frames, slots) for frames, slots in ((25, 64), (25, 4), (24, 64), (10_000, 64))
+    ]
+    assert rows == [10, 4, 10, 1]
