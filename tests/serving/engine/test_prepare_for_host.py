@@ -112,7 +112,7 @@ def test_weights_that_cannot_be_rounded_are_refused(weights, compile, why):
         prepare_for_host(family("toy"), compile=compile, weights=weights)
 
 
-def test_the_log_names_a_model_that_is_not_rounded_beside_others(monkeypatch):
+def test_the_log_names_the_models_that_are_not_rounded_if_some_are(monkeypatch):
     rounded, whole = family("toy"), family("toy_delay")
     monkeypatch.setattr(module, "num_in_int8", lambda each: int(each is rounded))
     with structlog.testing.capture_logs() as lines:
