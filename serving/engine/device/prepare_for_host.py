@@ -81,7 +81,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
 
 
 def check_rounded(families: Sequence[Family]) -> None:
-    """Raise ValueError if no family has weights that were rounded to int8. If only some have, log the others."""
+    """Raise ValueError if no family has weights that were rounded to int8. If only some have them, log the
+    others."""
     left = [family.spec.name or family.spec.family for family in families if not num_in_int8(family)]
     if len(left) == len(families):
         names = " and ".join(left)
