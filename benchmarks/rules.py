@@ -20,11 +20,10 @@ from benchmarks.launch_costs import CONTEXT_CPU, COSY_CPU, COSY_H200, CPU, H200,
 from compile_cache.strategy import Strategy
 from serving.engine.device.staging import up_to
 from serving.engine.engine import Finished
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
+from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from serving.engine.schedule.policy import Streaming
-from serving.engine.schedule.render_times import RenderTimes
 from serving.engine.schedule.snapshot import Snapshot
-from serving.tools.simulate import Cost, Simulation, Voice, poisson
+from serving.tools.simulate import Cost, Simulation, Voice, poisson, use_gpu_rules
 from zoo.contract import Window
 from zoo.request import Request
 
@@ -155,25 +154,19 @@ RULES: dict[str, Callable[[Simulation], None]] = {
 }
 
 
-def render_times(device: Device, cost: Cost) -> RenderTimes:
-    """Return what the warm-up would measure."""
-
-    def rows_of(frames: int) -> list[int]:
-        most = max(1, int(device.rendered_s / (frames * device.frame_s)))
-        return up_to(min(most, device.slots), Strategy().render_batches)
-
-    return RenderTimes.measured(cost.render_s, device.window.sizes, rows_of, cost.step_s(device.slots))
-
-
 def simulation_of(device: Device, cost: Cost) -> Simulation:
     voice = Voice(device.window, device.frame_s, guard=1.0)
     voice.strategy = Strategy(cuts_renders=device.window.grid > 1)
     simulation = Simulation(voice, cost, device.is_gpu, {"max_slots": device.slots, "max_ttfa_s": 10.0})
     if device.slowed != 1:
         simulation.model.runner.cost = slowed(device, cost, simulation)
+
+    def rows_of(frames: int) -> list[int]:
+        most = max(1, int(device.rendered_s / (frames * device.frame_s)))
+        return up_to(min(most, device.slots), Strategy().render_batches)
+
     if device.is_gpu:
-        simulation.model.use_render_times(render_times(device, cost))
-        simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
+        use_gpu_rules(simulation.model, cost, rows_of)
     return simulation
 
 

@@ -27,12 +27,11 @@ from benchmarks.launch_costs import render_s
 from benchmarks.rehearsal.costs import Counts
 from benchmarks.rules import RULES
 from benchmarks.simulated_loads import Experience, arrivals, followed, together, voice_of
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
-from serving.engine.schedule.render_times import RenderTimes
-from serving.tools.simulate import Cost, Simulation
+from serving.tools.simulate import Cost, Simulation, use_gpu_rules
 from serving.tools.simulated_device import RENDERS_PART, SimulatedDevice
 
 COUNTS = Path(__file__).parent / "counts"  # has the windows of each family
+RESULTS = Path(__file__).parent / "results"
 SPEECH_S, RAMP_S = 4.2, 2.0  # as in device.py
 ALL_RULES = "all rules"
 
@@ -93,25 +92,20 @@ class Measured:
         )
 
     def simulation(self, rule: str, renders_part: float) -> Simulation:
-        counts, cost, table = self.counts, self.cost, self.renders_ms
+        counts, table = self.counts, self.renders_ms
         voice = voice_of(counts.window, counts.frame_s, counts.sample_rate_hz)
-        simulation = Simulation(voice, cost, True, {"max_slots": self.slots})
+        simulation = Simulation(voice, self.cost, True, {"max_slots": self.slots})
         simulation.model.runner.device = SimulatedDevice(renders_part)
-        step_s = cost.step_s(self.slots)
-        times = RenderTimes.measured(cost.render_s, counts.window.sizes, table.__getitem__, step_s)
-        simulation.model.use_render_times(times)
-        simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
+        use_gpu_rules(simulation.model, simulation.cost, lambda frames: table[frames])
         RULES[rule](simulation)
         return simulation
 
 
-def read(path: Path, families: list[str] | None) -> Iterator[Measured]:
+def read(path: Path) -> Iterator[Measured]:
     """Yield the models of a result whose launches were timed."""
     for name, figures in json.loads(path.read_text()).items():
         if name.startswith("figures=") and timed(figures, "render"):
-            measured = Measured(name.split("=")[1], figures)
-            if families is None or measured.family in families:
-                yield measured
+            yield Measured(name.split("=")[1], figures)
 
 
 def shown(figures: dict[str, Any]) -> str:
@@ -162,7 +156,14 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    models = list(read(options.result, options.families))
+    if not options.result.is_file():
+        parser.error(f"{options.result} is no file; results of benchmarks/device.py are in {RESULTS}")
+    known = list(read(options.result))
+    unknown = set(options.families or ()) - {measured.family for measured in known}
+    if not known or unknown:
+        there = ", ".join(measured.family for measured in known) or "none"
+        parser.error(f"{options.result} has launch times of these families: {there}")
+    models = [measured for measured in known if not options.families or measured.family in options.families]
     jobs = [(measured, rule, options) for measured in models for rule in options.rules]
     with ProcessPoolExecutor(options.processes) as pool:
         for lines in pool.map(told, jobs):

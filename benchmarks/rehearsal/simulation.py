@@ -15,9 +15,7 @@ from benchmarks.simulated_loads import voice_of
 from compile_cache.strategy import Strategy
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.staging import up_to
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
-from serving.engine.schedule.render_times import RenderTimes
-from serving.tools.simulate import Cost, SimulatedRunner, Simulation
+from serving.tools.simulate import Cost, SimulatedRunner, Simulation, use_gpu_rules
 
 # The host's own seconds a step, and of each stream: Qwen3-TTS on an H200's host
 # (benchmarks/results/2026-11-26-h200-128-slots.json).
@@ -65,7 +63,5 @@ def simulation(counts: Counts, card: Card, num_slots: int, strategy: Strategy) -
     voice = voice_of(window, counts.frame_s, counts.sample_rate_hz, math.ceil(counts.steps_per_frame))
     runner = partial(PredictedRunner, counts, seconds)
     made = Simulation(voice, cost, True, {"max_slots": num_slots}, make_runner=runner)
-    times = RenderTimes.measured(cost.render_s, window.sizes, rows_of, seconds("step", num_slots))
-    made.model.use_render_times(times)
-    made.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
+    use_gpu_rules(made.model, cost, rows_of)
     return made

@@ -7,7 +7,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,9 @@ from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.engine.model_worker import ModelWorker
+from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
+from serving.engine.schedule.render_times import RenderTimes
 from serving.tools.simulated_device import SimulatedDevice, Work
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
 from zoo.request import Request, RequestError
@@ -289,6 +292,14 @@ class AtOnce(Executor):
         except RequestError as error:
             future.set_exception(error)
         return future
+
+
+def use_gpu_rules(model: ModelWorker, cost: Cost, rows_of: Callable[[int], Iterable[int]]) -> None:
+    """Let a model choose its launches as on a GPU, by what a warm-up would measure. rows_of: the rows of recorded
+    renders, by the frames of a window."""
+    sizes, step_s = model.family.spec.window.sizes, cost.step_s(model.settings.num_slots)
+    model.use_render_times(RenderTimes.measured(cost.render_s, sizes, rows_of, step_s))
+    model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 
 @dataclass

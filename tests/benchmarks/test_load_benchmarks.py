@@ -81,7 +81,7 @@ def test_a_run_of_one_part_keeps_the_results_of_the_others(tmp_path, monkeypatch
 
 
 def test_the_simulated_costs_of_a_gpu_are_the_measured_ones():
-    [measured] = simulated_gpu.read(RESULTS / "2026-11-22-h200-qwen3_tts.json", ["qwen3_tts"])
+    [measured] = simulated_gpu.read(RESULTS / "2026-11-22-h200-qwen3_tts.json")
     cost = measured.cost
     assert cost.step_s(64) == pytest.approx(7.457e-3) and cost.step_s(1) == cost.step_s(8)
     assert cost.prefill_s(256) == pytest.approx(2.341e-3)

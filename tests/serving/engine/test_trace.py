@@ -22,11 +22,8 @@ from benchmarks.launch_costs import CPU, H200, SLOW_CPU
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
-from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
-from serving.engine.schedule.render_times import RenderTimes
 from serving.protocol import Listener
-from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice
+from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice, use_gpu_rules
 from serving.tools.simulated_device import SimulatedDevice
 from zoo.contract import Window
 from zoo.request import Request
@@ -80,7 +77,7 @@ class Trace:
         self.engine.composer.executor = AtOnce()
         if is_async:
             for name, model in self.engine.models.items():
-                as_on_a_gpu(model, costs[name])
+                use_gpu_rules(model, costs[name], lambda frames: (2, 8))
 
     def note(self, what: str) -> None:
         self.lines.append(f"{self.clock.now_s * 1e6:.0f} {what}")
@@ -171,12 +168,6 @@ def speak(engine: Engine, id: str, one: Asked, deliver: Callable[[Event], None])
     listener = Listener(is_metered=one.reads is not None, **one.how)
     queued = engine.accept(id, deliver, one.model, listener, text_bytes=text_bytes)
     engine.prepare(queued, lambda: one.request)
-
-
-def as_on_a_gpu(model: ModelWorker, cost: Cost) -> None:
-    sizes, step_s = model.family.spec.window.sizes, cost.step_s(model.settings.num_slots)
-    model.use_render_times(RenderTimes.measured(cost.render_s, sizes, lambda frames: (2, 8), step_s))
-    model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 
 def load_of(
