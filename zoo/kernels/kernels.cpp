@@ -98,33 +98,6 @@ void attend(const T* q, const Pages<T>& past, T* out, int64_t G, float scale, in
     }
 }
 
-// Return the least entry of a row that is kept: see sampling.keep_likely. `kept` is scratch space.
-float least_likely(const float* logits, int64_t V, int64_t top_k, float top_p, std::vector<float>& kept) {
-    constexpr float never = -std::numeric_limits<float>::infinity();
-    const bool all = top_k <= 0 || top_k >= V;
-    if (all && top_p >= 1) return never;
-    kept.resize(V);
-    for (int64_t i = 0; i < V; i++) kept[i] = logits[i] == logits[i] ? logits[i] : never;  // NaN cannot be ordered
-    float least = never;
-    if (!all) {
-        std::nth_element(kept.begin(), kept.begin() + top_k - 1, kept.end(), std::greater<float>());
-        least = kept[top_k - 1];
-        kept.erase(std::remove_if(kept.begin() + top_k, kept.end(), [=](float x) { return x < least; }), kept.end());  // ties are kept
-    }
-    if (top_p < 1) {
-        std::make_heap(kept.begin(), kept.end());
-        const float most = kept[0];
-        float total = 0, held = 0;
-        for (float x : kept) total += std::exp(x - most);
-        for (auto end = kept.end(); end != kept.begin() && (held == 0 || held < top_p); end--) {
-            least = kept[0];
-            held += std::exp(least - most) / total;
-            std::pop_heap(kept.begin(), end);
-        }
-    }
-    return least;
-}
-
 // e^x for x from -87 to 0, and 0 below: a power of two, times a series for the remainder, at most log(2) / 2.
 inline float exponential(float x) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
@@ -133,6 +106,63 @@ inline float exponential(float x) {
     const float series = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r / 720.0f)))));
     union { uint32_t bits; float value; } power = {uint32_t(int32_t(k) + 127) << 23};
     return x < -87.0f ? 0.0f : series * power.value;
+}
+
+// Return the least of the likeliest entries x [n] that hold top_p of the probability. x is changed; `room` is scratch space [2 n].
+float least_of_mass(float* x, int64_t n, float top_p, float* room) {
+    float most = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < n; i++) most = std::max(most, x[i]);
+    const auto mass = [=](const float* entries, int64_t num) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < num; i++) sum += exponential(entries[i] - most);
+        return sum;
+    };
+    const float total = mass(x, n), wanted = top_p * total;
+    if (!(total > 0)) return most;  // nothing is possible, or something is infinite
+    // Entries this unlikely hold less than the rest of the mass together. These loops have no branches, which would be guessed wrong half of the time.
+    const float unlikely = most + std::log(std::min((1 - top_p) * total / float(n), 1.0f));
+    int64_t num = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const float entry = x[i];
+        x[num] = entry, num += entry >= unlikely;
+    }
+    // Of `num` entries, those above and below a pivot. `held` is the mass of all others that are likelier.
+    float *entries = x, *above = room, *below = room + n;
+    for (float held = 0;;) {
+        const float a = entries[0], b = entries[num / 2], c = entries[num - 1], pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
+        int64_t num_above = 0, num_below = 0;
+        for (int64_t i = 0; i < num; i++) {
+            const float entry = entries[i];
+            above[num_above] = entry, num_above += entry > pivot;
+            below[num_below] = entry, num_below += entry < pivot;
+        }
+        const float before = held + mass(above, num_above);
+        if (num_above > 0 && before >= wanted) {
+            std::swap(entries, above), num = num_above;
+            continue;
+        }
+        held = before + float(num - num_above - num_below) * exponential(pivot - most);
+        if (held >= wanted || num_below == 0) return pivot;
+        std::swap(entries, below), num = num_below;
+    }
+}
+
+// Return the least entry of a row that is kept: see sampling.keep_likely. `kept` is scratch space.
+float least_likely(const float* logits, int64_t V, int64_t top_k, float top_p, std::vector<float>& kept) {
+    constexpr float never = -std::numeric_limits<float>::infinity();
+    const bool all = top_k <= 0 || top_k >= V;
+    if (all && top_p >= 1) return never;
+    kept.resize(3 * V);
+    float *entries = kept.data(), *end = entries + V, least = never;
+    for (int64_t i = 0; i < V; i++) entries[i] = logits[i] == logits[i] ? logits[i] : never;  // NaN cannot be ordered
+    if (!all) {
+        std::nth_element(entries, entries + top_k - 1, end, std::greater<float>());
+        least = entries[top_k - 1];
+        end = std::remove_if(entries + top_k, end, [=](float x) { return x < least; });  // ties are kept
+    }
+    return top_p < 1 ? least_of_mass(entries, end - entries, top_p, entries + V) : least;
 }
 
 // Return how many entries of a row are kept, and set `edge` to the least of them: see fish_s2/sampling.keep_likely. `kept` is scratch space.

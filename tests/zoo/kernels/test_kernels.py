@@ -36,6 +36,19 @@ def test_the_kept_set_equals_torch(top_k, top_p):
     assert torch.equal(keep_likely(logits, *settings), plain(lambda: keep_likely(logits, *settings)))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.8, 0.9999])
+def test_a_wide_nucleus_holds_as_little_more_than_top_p_as_possible(spread, top_p):
+    logits = 20 + spread * torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0))
+    kept = keep_likely(logits, torch.zeros(2, dtype=torch.int64), torch.full((2,), top_p))
+    share, is_kept = logits.double().softmax(-1), kept > -torch.inf
+    assert torch.equal(kept[is_kept], logits[is_kept])
+    for row, stays in zip(share, is_kept, strict=True):
+        least = row[stays].min()
+        assert torch.equal(stays, row >= least), "a likelier token is missing"
+        assert row[row > least].sum() < max(top_p, 1e-9) + 1e-5 and row[stays].sum() > top_p - 1e-5
+
+
 def test_nan_does_no_harm():
     logits = torch.full((3, 100), torch.nan)
     logits[1, ::2] = 1.0
