@@ -15,13 +15,22 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
 from zoo.nn.mimi import RESAMPLE, MimiConfig
+from zoo.nn.residual import (
+    Elu,
+    SnakeConv1d,
+    SnakeConvTranspose1d,
+    convolve_snake,
+    residual_unit,
+    upsample_snake,
+)
 from zoo.nn.rope import rope_table
 from zoo.nn.vq import SplitVQ
 from zoo.nn.window_attention import GeluMLP, WindowLayer, window_mask
+
+ELU = Elu()
 
 
 class Residual(nn.Module):
@@ -30,11 +39,11 @@ class Residual(nn.Module):
     def __init__(self, channels: int, config: MimiConfig):
         super().__init__()
         middle = channels // config.compress
-        self.conv1 = CausalConv1d(channels, middle, config.residual_kernel)
-        self.conv2 = CausalConv1d(middle, channels, 1)
+        self.conv1 = SnakeConv1d(channels, middle, config.residual_kernel)
+        self.conv2 = SnakeConv1d(middle, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(F.elu(self.conv1(F.elu(x), state)), state)
+        return residual_unit(x, ELU, self.conv1, ELU, self.conv2, state)
 
 
 class Block(nn.Module):
@@ -42,11 +51,11 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, rate: int, config: MimiConfig):
         super().__init__()
-        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
         self.residual = Residual(channels // 2, config)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return self.residual(self.up(F.elu(x), state), state)
+        return self.residual(upsample_snake(x, ELU, self.up, state), state)
 
 
 class Decoder(nn.Module):
@@ -70,7 +79,7 @@ class Decoder(nn.Module):
         widest = filters << len(rates)
         self.stem = CausalConv1d(hidden, widest, config.kernel)
         self.blocks = nn.ModuleList(Block(widest >> i, rate, config) for i, rate in enumerate(rates))
-        self.tail = CausalConv1d(filters, 1, config.last_kernel)
+        self.tail = SnakeConv1d(filters, 1, config.last_kernel)
         self.layout = StateLayout(self)
 
     @property
@@ -98,7 +107,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        return self.tail(F.elu(x), state).squeeze(1)
+        return convolve_snake(x, ELU, self.tail, state).squeeze(1)
 
     def _transform(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """x [B, N, D], at positions from `start` [B] of the stream -> [B, N, D]"""

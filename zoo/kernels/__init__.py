@@ -7,7 +7,9 @@ An operator is written in torch first. `know` and `use_gpu` say when a kernel ta
 from __future__ import annotations
 
 from zoo.kernels.cpu import (
+    ELU,
     Pointwise,
+    Wave,
     attend_stretch,
     build,
     convolution_filters,
@@ -35,7 +37,9 @@ from zoo.kernels.gpu import of_gpu, on_gpu, use_gpu
 from zoo.kernels.operator import cpp_operator, plain
 
 __all__ = [
+    "ELU",
     "Pointwise",
+    "Wave",
     "attend_stretch",
     "build",
     "convolution_filters",

@@ -15,6 +15,7 @@ from ctypes import CDLL, c_bool, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def build() -> None:
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 12 + [c_bool, c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 13 + [c_bool] * 3 + [c_int]
     library.group_norm_mish_of_rows.argtypes = [c_void_p] * 5 + [c_int64] * 4 + [c_float, c_int]
     library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
@@ -294,20 +295,23 @@ def has_nine(filters: Tensor, taps: int) -> bool:
     return filters.shape[1] != taps
 
 
+ELU: Final = "elu"
+# what a signal goes through before a convolution: a snake, by frequency and gain of each channel; ELU; or nothing
+Wave = tuple[Tensor, Tensor] | Literal["elu"] | None
+
+
 @dataclass(frozen=True)
 class Pointwise:
-    """A snake, then a convolution that is 1 wide: `panels` of its weight [D, D, 1]; the others have D values
-    each."""
+    """An activation, then a convolution that is 1 wide: `panels` of its weight [E, D, 1], and its bias [E]."""
 
     panels: Tensor
     bias: Tensor
-    frequency: Tensor
-    gain: Tensor
+    wave: Wave
 
 
 def convolve_snake(
     x: Tensor,
-    wave: tuple[Tensor, Tensor] | None,
+    wave: Wave,
     filters: Tensor,
     bias: Tensor,
     taps: int,
@@ -318,14 +322,13 @@ def convolve_snake(
     then: Pointwise | None = None,
     padding: int = 0,
 ) -> Tensor:
-    """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in
-    the result.
+    """Convolve the activated x [B, C, N] -> [B, D, M], or [B, E, M] with `then`. Everything is float32;
+    channels are contiguous in x and in the result.
 
-    wave: frequency and gain of the snake, C values each; without it, x is convolved as it is. filters:
-    `nine_filters` or `panels` of the weight. bias [D].
-    mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
-    past [B, C, P]: stands before snake(x). then: applied to the convolution's output. padding: positions of
-    zeros before and behind snake(x), instead of a past.
+    wave: the activation. filters: `nine_filters` or `panels` of the weight. bias [D].
+    mask [B, P + N] bool: where the activated x is replaced by zero. residual: added last, in the result's
+    shape. past [B, C, P]: stands before the activated x. then: applied to the convolution's output. padding:
+    positions of zeros before and behind the activated x, instead of a past.
     """
     assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
     (batch, channels, num), out_channels = x.shape, len(bias)
@@ -333,52 +336,68 @@ def convolve_snake(
     before = padding if past is None else past.shape[2]
     length = before + num + padding - (taps - 1) * dilation
     assert filters.is_contiguous() and filters.shape[2] == channels and length > 0
-    assert wave is None or wave[0].numel() == channels
+    frequency, gain = _snake(wave, channels)
     x, x_step = _rows(x)
     more, more_step = (None, 0) if residual is None else _rows(residual)
     old, old_step = (None, 0) if past is None else _rows(past)
     assert old is None or (old.dtype == torch.float32 and old.shape[::2] == (batch, channels))
-    assert more is None or more.shape == (batch, length, out_channels)
+    width = out_channels if then is None else len(then.bias)
+    assert more is None or more.shape == (batch, length, width)
     assert mask is None or (
         mask.shape == (batch, before + num) and mask.stride(1) == 1 and mask.dtype == torch.bool
     )
-    assert then is None or then.panels.shape[2] == out_channels == then.frequency.numel()
-    out = x.new_empty(batch, length, out_channels)
-    pointwise = (None,) * 4 if then is None else (then.panels, then.bias, then.frequency, then.gain)
-    tensors = old, x, filters, bias, *(wave or (None, None)), mask, *pointwise, more, out
+    assert then is None or then.panels.shape[2] == out_channels
+    out = x.new_empty(batch, length, width)
+    pointwise = (
+        (None,) * 4 if then is None else (then.panels, then.bias, *_snake(then.wave, out_channels))
+    )
+    tensors = old, x, filters, bias, frequency, gain, mask, *pointwise, more, out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
-    sizes = batch, before, num, length, channels, out_channels, taps, dilation
-    _library.convolve_snake_of_rows(
-        *pointers, *sizes, *steps, has_nine(filters, taps), torch.get_num_threads()
-    )
+    sizes = batch, before, num, length, channels, out_channels, width, taps, dilation
+    kinds = wave == ELU, then is not None and then.wave == ELU, has_nine(filters, taps)
+    _library.convolve_snake_of_rows(*pointers, *sizes, *steps, *kinds, torch.get_num_threads())
     return out.mT
 
 
 def depthwise_unit(
     x: Tensor,
-    wave: tuple[Tensor, Tensor],
+    wave: Wave,
     taps: Tensor,
     bias: Tensor,
     dilation: int,
-    past: Tensor,
+    past: Tensor | None,
     then: Pointwise,
 ) -> Tensor:
     """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`.
-    taps [kernel, C]; past [B, C, (kernel - 1) * dilation] stands before snake(x)."""
-    assert _library is not None and x.dtype == past.dtype == taps.dtype == bias.dtype == torch.float32
-    batch, channels, num = x.shape
-    assert taps.is_contiguous() and taps.shape[1] == channels == wave[0].numel() == then.panels.shape[2]
-    assert past.shape == (batch, channels, (len(taps) - 1) * dilation)
+
+    taps [kernel, C]; past [B, C, (kernel - 1) * dilation] stands before snake(x). Without it, the result lacks
+    half as many positions at each end of x.
+    """
+    assert _library is not None and x.dtype == taps.dtype == bias.dtype == torch.float32
+    (batch, channels, num), reach = x.shape, (len(taps) - 1) * dilation
+    assert taps.is_contiguous() and taps.shape[1] == channels == len(then.bias) == then.panels.shape[2]
     x, x_step = _rows(x)
-    old, old_step = _rows(past)
-    out = x.new_empty(batch, num, channels)
-    tensors = old, x, taps, bias, *wave, then.panels, then.bias, then.frequency, then.gain, out
+    old, old_step = (None, 0) if past is None else _rows(past)
+    assert old is None or (old.dtype == torch.float32 and old.shape == (batch, reach, channels))
+    length = num if past is not None else num - reach
+    assert length > 0
+    out = x.new_empty(batch, length, channels)
+    snakes = _snake(wave, channels), _snake(then.wave, channels)
+    tensors = old, x, taps, bias, *snakes[0], then.panels, then.bias, *snakes[1], out
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     sizes = batch, num, channels, len(taps), dilation, old_step, x_step
-    _library.depthwise_unit_of_rows(
-        *(tensor.data_ptr() for tensor in tensors), *sizes, torch.get_num_threads()
-    )
+    _library.depthwise_unit_of_rows(*pointers, *sizes, torch.get_num_threads())
     return out.mT
+
+
+def _snake(wave: Wave, channels: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return frequency and gain of a snake, or None for both if `wave` is not one."""
+    if wave is None or wave == ELU:
+        return None, None
+    frequency, gain = wave
+    assert frequency.numel() == gain.numel() == channels and frequency.is_contiguous() and gain.is_contiguous()
+    return frequency, gain
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:

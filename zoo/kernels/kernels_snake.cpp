@@ -1,4 +1,4 @@
-// Snakes and the convolutions behind them on a CPU. It is compiled after kernels_render.cpp, as part of one source.
+// Snakes and ELUs, and the convolutions behind them, on a CPU. It is compiled after kernels_render.cpp, as part of one source.
 
 namespace {
 
@@ -32,6 +32,32 @@ inline void snake_row(const float* x, const float* frequency, const float* gain,
     store(rest[0], snake_of(load(rest[0]), load(rest[1]), load(rest[2])));
     std::copy(rest[0], rest[0] + (n - i), out + i);
 }
+
+// x above 0, e^x - 1 below.
+inline Vector elu_of(Vector x) { return larger(spread(0), x) + (powers_of_two(-larger(spread(0), -x) * 1.44269504f) - 1); }
+
+inline void elu_row(const float* x, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, elu_of(load(x + i)));
+    if (i == n) return;
+    float rest[LANES] = {};
+    std::copy(x + i, x + n, rest);
+    store(rest, elu_of(load(rest)));
+    std::copy(rest, rest + (n - i), out + i);
+}
+
+// What a row goes through before a convolution: a snake if there are frequencies, an ELU, or nothing.
+struct Activation {
+    const float *frequency, *gain;
+    bool is_elu;
+
+    // `to` may be x.
+    void apply(const float* x, float* to, int64_t n) const {
+        if (frequency) snake_row(x, frequency, gain, to, n);
+        else if (is_elu) elu_row(x, to, n);
+        else if (to != x) std::copy(x, x + n, to);
+    }
+};
 
 // A convolution's weights w [panels, in_panel, C, WIDTH], of which `places` [count] are the taps of a filter.
 struct Taps {
@@ -82,17 +108,19 @@ inline void multiply_panels(const float* a, int64_t num, int64_t stride, const T
         }
 }
 
-// The part of a residual unit after its first convolution, row by row: a snake and a product. w [panels, D, WIDTH].
+// The part of a residual unit after its first convolution, row by row: an activation and a product. w [panels, D, WIDTH] has `width` outputs.
 struct Pointwise {
-    const float *w, *bias, *frequency, *gain;
+    const float *w, *bias;
+    Activation activation;
+    int64_t width;
 
-    // Write the snake of rows x [num, D], multiplied, and the residual to to(r). x is changed; `room` is scratch space [num up to ROWS, COLUMNS].
+    // Write the activated rows x [num, D], multiplied, and the residual to to(r). x is changed; `room` is scratch space [num up to ROWS, COLUMNS].
     template <typename Residual, typename To>
     void apply(float* x, int64_t num, int64_t stride, int64_t D, const Residual& residual, const To& to, float* room) const {
-        for (int64_t r = 0; r < num; r++) snake_row(x + r * stride, frequency, gain, x + r * stride, D);
+        for (int64_t r = 0; r < num; r++) activation.apply(x + r * stride, x + r * stride, D);
         const int64_t place = 0;
-        for (int64_t d = 0; d < D; d += COLUMNS) {
-            const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
+        for (int64_t d = 0; d < width; d += COLUMNS) {
+            const int64_t columns = std::min<int64_t>(COLUMNS, width - d);
             multiply_panels(x, num, stride, {w, 1, 1, &place}, 0, d, D, room, COLUMNS, columns);
             for (int64_t r = 0; r < num; r++) {
                 const float *sum = room + r * COLUMNS, *more = residual(r);
@@ -103,27 +131,28 @@ struct Pointwise {
     }
 };
 
-// A convolution of the snake of x's rows, which is zero where the mask is false; then `then`, and the residual is added, if given. Without a frequency,
-// the rows are read as they are. `past` stands before the snake of x, unchanged; without it, P rows of zeros do. There are zeros behind x, too. past [B,
-// P, C]; x [B, N, C]; mask [B, P + N]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
+// A convolution of x's activated rows, which are zero where the mask is false; then `then`, and the residual is added, if given. `past` stands before
+// them, unchanged; without it, P rows of zeros do. There are zeros behind x, too. past [B, P, C]; x [B, N, C]; mask [B, P + N]; residual and out [B, M,
+// D], or the width of `then` for D. The steps of past, x, mask and residual are their strides between streams.
 struct SnakeConvolution {
-    const float *past, *x, *w, *bias, *frequency, *gain;
+    const float *past, *x, *w, *bias;
+    Activation activation;
     const bool* mask;
     Pointwise then;
     const float* residual;
     float* out;
     int64_t B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
 
-    // Write a row of past, the snake of a row of x, or the zeros around them.
+    // Write a row of past, an activated row of x, or the zeros around them.
     void read(int64_t b, int64_t at, float* to) const {
         if (at >= P + N || (at < P && !past) || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
         else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
-        else if (const float* row = x + b * x_step + (at - P) * C; frequency) snake_row(row, frequency, gain, to, C);
-        else std::copy(row, row + C, to);
+        else activation.apply(x + b * x_step + (at - P) * C, to, C);
     }
 
-    float* place(int64_t b, int64_t row) const { return out + (b * M + row) * D; }
-    const float* added(int64_t b, int64_t row) const { return residual ? residual + b * residual_step + row * D : nullptr; }
+    int64_t width() const { return then.w ? then.width : D; }
+    float* place(int64_t b, int64_t row) const { return out + (b * M + row) * width(); }
+    const float* added(int64_t b, int64_t row) const { return residual ? residual + b * residual_step + row * width() : nullptr; }
 };
 
 // Convolve tap by tap.
@@ -257,26 +286,27 @@ void convolve(const SnakeConvolution& c, bool has_nine, int threads) {
     else convolve_by_taps(c, {c.w, in_panel, c.taps, places.data()}, threads);
 }
 
-// A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged.
-// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]. The steps of past and x are their strides between streams.
-void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, Pointwise then,
-                    float* out, int64_t B, int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
-    const int64_t P = (taps - 1) * dilation;
-    const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, N / (4 * ROWS));
-    const int64_t tiles = std::max((N + limit - 1) / limit, wanted), each = rounded_up((N + tiles - 1) / tiles, ROWS);
+// A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged; without
+// it, the result lacks the positions at both ends of x. past [B, (taps - 1) * dilation, C]; x [B, N, C]; w [taps, C]; out [B, M, C]. The steps of past and
+// x are their strides between streams.
+void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, Activation activation, Pointwise then, float* out, int64_t B,
+                    int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
+    const int64_t reach = (taps - 1) * dilation, P = past ? reach : 0, M = N - reach + P, edge = past ? 0 : reach / 2;
+    const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, M / (4 * ROWS));
+    const int64_t tiles = std::max((M + limit - 1) / limit, wanted), each = rounded_up((M + tiles - 1) / tiles, ROWS);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> signal((each + P) * C), between(each * C), sums(each * COLUMNS);
+        std::vector<float> signal((each + reach) * C), between(each * C), sums(each * COLUMNS);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < B * tiles; item++) {
-            const int64_t b = item / tiles, first = item % tiles * each, rows = std::min(each, N - first);
+            const int64_t b = item / tiles, first = item % tiles * each, rows = std::min(each, M - first);
             if (rows <= 0) continue;
             const float* own = x + b * x_step;
-            for (int64_t i = 0; i < rows + P; i++) {
+            for (int64_t i = 0; i < rows + reach; i++) {
                 const int64_t at = first + i - P;
                 const float* from = at < 0 ? past + b * past_step + (at + P) * C : own + at * C;
                 if (at < 0) std::copy(from, from + C, &signal[i * C]);
-                else snake_row(from, frequency, gain, &signal[i * C], C);
+                else activation.apply(from, &signal[i * C], C);
             }
             for (int64_t r = 0; r < rows; r++) {
                 const float* s = &signal[r * C];
@@ -292,8 +322,8 @@ void depthwise_unit(const float* past, const float* x, const float* w, const flo
                     for (int64_t k = 0; k < taps; k++) y[c] += s[k * dilation * C + c] * w[k * C + c];
                 }
             }
-            const auto place = [&](int64_t r) { return out + (b * N + first + r) * C; };
-            const auto added = [&](int64_t r) { return own + (first + r) * C; };
+            const auto place = [&](int64_t r) { return out + (b * M + first + r) * C; };
+            const auto added = [&](int64_t r) { return own + (first + edge + r) * C; };
             then.apply(between.data(), rows, C, C, added, place, sums.data());
         }
     }
@@ -314,17 +344,20 @@ void snake_of_rows(const float* x, const float* frequency, const float* gain, fl
 // See SnakeConvolution. `has_nine` says whether the weights are those of nine short filters.
 void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
-                            float* out, int64_t B, int64_t P, int64_t N, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation,
-                            int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, bool has_nine, int threads) {
-    convolve({past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, N, M, C, D, taps, dilation, past_step,
-              x_step, mask_step, residual_step}, has_nine, threads);
+                            float* out, int64_t B, int64_t P, int64_t N, int64_t M, int64_t C, int64_t D, int64_t width2, int64_t taps, int64_t dilation,
+                            int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, bool is_elu, bool is_elu2, bool has_nine,
+                            int threads) {
+    const Pointwise then{w2, bias2, {frequency2, gain2, is_elu2}, width2};
+    convolve({past, x, w, bias, {frequency, gain, is_elu}, mask, then, residual, out, B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step,
+              residual_step}, has_nine, threads);
 }
 
 // See depthwise_unit.
 void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
                             int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
-    depthwise_unit(past, x, w, bias, frequency, gain, {w2, bias2, frequency2, gain2}, out, B, N, C, taps, dilation, past_step, x_step, threads);
+    const Pointwise then{w2, bias2, {frequency2, gain2, false}, C};
+    depthwise_unit(past, x, w, bias, {frequency, gain, false}, then, out, B, N, C, taps, dilation, past_step, x_step, threads);
 }
 
 // x and out [B, C, N], frequency and gain [C].

@@ -1,4 +1,4 @@
-"""Snakes followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual
+"""Snakes or ELUs followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual
 units, before upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
 
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, strides_apart, upsampling_taps
@@ -57,11 +58,23 @@ class UpsamplingFilters:
 
 
 class SnakeConv1d(CausalConv1d, ConvFilters):
-    """A causal convolution after a snake."""
+    """A causal convolution after an activation."""
 
 
 class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
-    """An upsampling after a snake."""
+    """An upsampling after an activation."""
+
+
+class Elu:
+    """ELU, where others have a snake."""
+
+    wave: kernels.Wave = kernels.ELU
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.elu(x)
+
+
+Activation = Snake | SnakeBeta | Elu
 
 
 def prepare(model: nn.Module) -> int:
@@ -78,9 +91,9 @@ def prepare(model: nn.Module) -> int:
 
 def residual_unit(
     x: Tensor,
-    snake1: Snake | SnakeBeta,
+    snake1: Activation,
     conv1: SnakeConv1d,
-    snake2: Snake | SnakeBeta,
+    snake2: Activation,
     conv2: SnakeConv1d,
     state: CodecState,
 ) -> Tensor:
@@ -107,7 +120,7 @@ def depthwise_unit(
     return kernels.depthwise_unit(x, snake1.wave, conv1.filters, conv1.bias, conv1.dilation, past, then)
 
 
-def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: SnakeConv1d, state: CodecState) -> Tensor:
+def convolve_snake(x: Tensor, snake: Activation, conv: SnakeConv1d, state: CodecState) -> Tensor:
     """conv(snake(x)): x [B, C, N] -> [B, Cout, N]"""
     if not has_kernel(x, conv):
         return conv(snake(x), state)
@@ -116,9 +129,7 @@ def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: SnakeConv1d, state
     return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, width, conv.dilation, past=past)
 
 
-def upsample_snake(
-    x: Tensor, snake: Snake | SnakeBeta, up: SnakeConvTranspose1d, state: CodecState
-) -> Tensor:
+def upsample_snake(x: Tensor, snake: Activation, up: SnakeConvTranspose1d, state: CodecState) -> Tensor:
     """up(snake(x)): x [B, C, N] -> [B, Cout, stride * N]"""
     if not has_kernel(x, up):
         return up(snake(x), state)
@@ -128,9 +139,9 @@ def upsample_snake(
     )
 
 
-def pointwise(snake: Snake | SnakeBeta, conv: ConvFilters) -> kernels.Pointwise:
-    """Return a snake and a convolution that is 1 wide, as the kernels take them."""
-    return kernels.Pointwise(conv.filters, conv.bias, *snake.wave)
+def pointwise(snake: Activation, conv: ConvFilters) -> kernels.Pointwise:
+    """Return an activation and a convolution that is 1 wide, as the kernels take them."""
+    return kernels.Pointwise(conv.filters, conv.bias, snake.wave)
 
 
 def has_kernel(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
