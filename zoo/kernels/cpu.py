@@ -348,9 +348,7 @@ def convolve_snake(
     )
     assert then is None or then.panels.shape[2] == out_channels
     out = x.new_empty(batch, length, width)
-    pointwise = (
-        (None,) * 4 if then is None else (then.panels, then.bias, *_snake(then.wave, out_channels))
-    )
+    pointwise = (None,) * 4 if then is None else (then.panels, then.bias, *_snake(then.wave, out_channels))
     tensors = old, x, filters, bias, frequency, gain, mask, *pointwise, more, out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
@@ -396,7 +394,9 @@ def _snake(wave: Wave, channels: int) -> tuple[Tensor, Tensor] | tuple[None, Non
     if wave is None or wave == ELU:
         return None, None
     frequency, gain = wave
-    assert frequency.numel() == gain.numel() == channels and frequency.is_contiguous() and gain.is_contiguous()
+    assert (
+        frequency.numel() == gain.numel() == channels and frequency.is_contiguous() and gain.is_contiguous()
+    )
     return frequency, gain
 
 

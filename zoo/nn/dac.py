@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import convolve_rows, rows_of, strides_apart, upsampling_taps
-from zoo.nn.residual import ConvFilters, UpsamplingFilters, has_kernel, pointwise
+from zoo.nn.residual import Activation, ConvFilters, UpsamplingFilters, has_kernel, pointwise
 from zoo.nn.snake import Snake
 from zoo.nn.stretch import Stretch
 
@@ -90,7 +90,8 @@ class Unit(Residual):
 
 
 class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
-    """A transposed convolution after a snake."""
+    """A transposed convolution after a snake. Its kernel is two strides long, and its padding one stride: it
+    drops the ends of the output, which the missing neighbours of the first and last input would share."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -109,6 +110,22 @@ class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
         return strides_apart(convolve_rows(x, self.weight, self.bias.repeat(rate)), rate)
 
 
+def convolve(x: Tensor, snake: Activation, conv: Conv) -> Tensor:
+    """conv(snake(x)): x [B, C, N] -> [B, Cout, N - (kernel - 1) dilation]"""
+    if not has_kernel(x, conv):
+        return conv(snake(x))
+    [taps], [dilation] = conv.kernel_size, conv.dilation
+    return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, taps, dilation)
+
+
+def upsample(x: Tensor, snake: Activation, up: Upsampling) -> Tensor:
+    """up(snake(x)): x [B, C, N] -> [B, Cout, (N - 1) rate]"""
+    if not has_kernel(x, up):
+        return up(snake(x))
+    [rate] = up.stride
+    return strides_apart(kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1), rate)
+
+
 class Block(nn.Module):
     """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, about rate N]."""
 
@@ -116,26 +133,16 @@ class Block(nn.Module):
         super().__init__()
         self.rate, self.padding = rate, -(-rate // 2)
         self.snake = Snake(channels)
-        # The padding drops the ends of the output, which the missing neighbours of the first and last input
-        # would share.
         self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
         self.residuals = nn.ModuleList(Unit(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
-        x = self.upsampled(x)
+        x = upsample(x, self.snake, self.up)
         stretch.upsample(self.rate, self.padding)
         for residual, edge in zip(self.residuals, EDGES, strict=True):
             x = residual(stretch.silence(x))
             stretch.shorten(edge)
         return stretch.silence(x)
-
-    def upsampled(self, x: Tensor) -> Tensor:
-        """[B, C, N] -> [B, C / 2, (N - 1) rate]"""
-        if not has_kernel(x, self.up):
-            return self.up(self.snake(x))
-        return strides_apart(
-            kernels.convolve_snake(x, self.snake.wave, self.up.filters, self.up.biases, 2, 1), self.rate
-        )
 
 
 class Decoder(nn.Module):
@@ -187,7 +194,7 @@ class Decoder(nn.Module):
         x = stretch.silence(x)
         for block in self.blocks:
             x = block(x, stretch)
-        x = self.spoken(x).squeeze(1)
+        x = convolve(x, self.snake, self.tail).squeeze(1)
         stretch.shorten(KERNEL // 2)
         x = x[:, stretch.before : x.shape[1] - stretch.after]
         return x.tanh() if self.is_bounded else x
@@ -197,12 +204,6 @@ class Decoder(nn.Module):
         for layer in self.blocks.modules():
             if isinstance(layer, Conv | Upsampling):
                 layer.to_rows(dtype)
-
-    def spoken(self, x: Tensor) -> Tensor:
-        """[B, C, N] -> [B, 1, N - KERNEL + 1]"""
-        if not has_kernel(x, self.tail):
-            return self.tail(self.snake(x))
-        return kernels.convolve_snake(x, self.snake.wave, self.tail.filters, self.tail.bias, KERNEL, 1)
 
 
 class EncoderBlock(nn.Module):

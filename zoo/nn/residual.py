@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,13 @@ class Elu:
         return F.elu(x)
 
 
-Activation = Snake | SnakeBeta | Elu
+class Activation(Protocol):
+    """What stands before a convolution: a module, and the form of it that the kernels know."""
+
+    @property
+    def wave(self) -> kernels.Wave: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 def prepare(model: nn.Module) -> int:

@@ -63,5 +63,6 @@ class Stretch:
         self.taped = self._taped()
 
     def silence(self, x: Tensor) -> Tensor:
-        """x [B, C, N] with zeros where there is no tape, in place."""
-        return x.mul_(self.taped)
+        """Return x [B, C, N] with zeros where there is no tape. They are written in place."""
+        can_look = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        return x if can_look and bool(self.taped.all()) else x.mul_(self.taped)

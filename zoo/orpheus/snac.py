@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
+from zoo.nn.conv import is_turned
+from zoo.nn.dac import Conv, Upsampling, convolve, upsample
+from zoo.nn.residual import has_kernel, pointwise
 from zoo.nn.sampling import normal
 from zoo.nn.snake import Snake
 from zoo.nn.stretch import Stretch
@@ -36,13 +40,17 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
-        self.edge = EDGE * dilation
+        self.edge, self.dilation = EDGE * dilation, dilation
         self.snake1 = Snake(channels)
-        self.conv1 = nn.Conv1d(channels, channels, KERNEL, dilation=dilation, groups=channels)
+        self.conv1 = Conv(channels, channels, KERNEL, dilation=dilation, groups=channels)
         self.snake2 = Snake(channels)
-        self.conv2 = nn.Conv1d(channels, channels, 1)
+        self.conv2 = Conv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        if has_kernel(x, self.conv2):
+            wave, then = self.snake1.wave, pointwise(self.snake2, self.conv2)
+            filters, bias = self.conv1.filters, self.conv1.bias
+            return kernels.depthwise_unit(x, wave, filters, bias, self.dilation, None, then)
         y = self.conv2(self.snake2(self.conv1(self.snake1(x))))
         return y.add_(x[..., self.edge : x.shape[2] - self.edge])
 
@@ -54,18 +62,19 @@ class Block(nn.Module):
         super().__init__()
         self.rate = rate
         self.snake = Snake(channels)
-        # The first and the last stride of the output lack a neighbour's share, and are cut off.
-        self.up = nn.ConvTranspose1d(channels, channels // 2, 2 * rate, rate, padding=rate)
+        self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
         self.noise = nn.Conv1d(channels // 2, channels // 2, 1, bias=False) if has_noise else None
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, stretch: Stretch, draws: Tensor | None) -> Tensor:
         """draws [B, frames * positions per frame] of this rate, all frames of the window and around it."""
-        x = self.up(self.snake(x))
+        x = upsample(x, self.snake, self.up)
         stretch.upsample(self.rate, self.rate // 2)
         if self.noise is not None and draws is not None:
             first = (draws.shape[1] - stretch.frames * stretch.rate) // 2 - stretch.before
-            x = x + draws[:, None, first : first + x.shape[2]] * self.noise(x)
+            # a product of rows, which on a CPU is how x lies in memory
+            noise = F.linear(x.mT, self.noise.weight[..., 0]).mT if is_turned(x) else self.noise(x)
+            x = torch.addcmul(x, draws[:, None, first : first + x.shape[2]], noise)
         for residual, dilation in zip(self.residuals, DILATIONS, strict=True):
             x = residual(stretch.silence(x))
             stretch.shorten(EDGE * dilation)
@@ -89,7 +98,7 @@ class Decoder(nn.Module):
             Block(width >> i, rate, config.has_noise) for i, rate in enumerate(config.decoder_rates)
         )
         self.snake = Snake(width >> len(config.decoder_rates))
-        self.tail = nn.Conv1d(width >> len(config.decoder_rates), 1, KERNEL)
+        self.tail = Conv(width >> len(config.decoder_rates), 1, KERNEL)
         need = EDGE  # positions on each side, from the samples back to the latent columns
         for rate in reversed(config.decoder_rates):
             need += sum(EDGE * dilation for dilation in DILATIONS)
@@ -125,7 +134,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             draw = None if draws is None else draws.pop(0)
             x = block(x, stretch, draw)
-        x = self.tail(self.snake(x)).tanh().squeeze(1)
+        x = convolve(x, self.snake, self.tail).tanh().squeeze(1)
         stretch.shorten(EDGE)
         return x[:, stretch.before : x.shape[1] - stretch.after]
 
