@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 
+def can_look(x: Tensor) -> bool:
+    """Return whether code may depend on values next to x: on a GPU the host would wait for them, and the
+    compiler does not know them."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 class Stretch:
     """The positions of a tensor in a decoder, at the rate of the layer that runs next.
 
@@ -64,5 +70,4 @@ class Stretch:
 
     def silence(self, x: Tensor) -> Tensor:
         """Return x [B, C, N] with zeros where there is no tape. They are written in place."""
-        can_look = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        return x if can_look and bool(self.taped.all()) else x.mul_(self.taped)
+        return x if can_look(x) and bool(self.taped.all()) else x.mul_(self.taped)

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.kernels.operator import operator
+from zoo.nn import dac
+from zoo.nn.residual import has_kernel, pointwise
 from zoo.nn.snake import snake
+from zoo.nn.stretch import can_look
 from zoo.opuslm.config import CodecConfig
 from zoo.opuslm.ids import BOOKS
 
@@ -46,7 +50,8 @@ class Stretch:
     def silence(self, x: Tensor) -> Tensor:
         """Return x with zeros outside of the speech."""
         at = self.at(x)
-        return x.masked_fill(((at < 0) | (at >= self.end[:, None]))[:, None], 0)
+        is_inside = ((at >= 0) & (at < self.end[:, None]))[:, None]
+        return x if can_look(x) and bool(is_inside.all()) else x.masked_fill(~is_inside, 0)
 
     def reflect(self, x: Tensor, edge: int) -> Tensor:
         """Return x with up to `edge` positions beyond each end of the speech reflected from inside of it. A
@@ -54,6 +59,8 @@ class Stretch:
         if edge == 0:
             return x
         at, end = self.at(x), self.end[:, None]
+        if can_look(x) and bool(((at >= 0) & (at < end)).all()):
+            return x
         last = end.clamp(min=edge + 1) - 1
         source = torch.where(at > last, 2 * last - at, at.abs())
         index = (source - self.first[:, None]).clamp(0, x.shape[2] - 1)
@@ -64,19 +71,23 @@ class Stretch:
 class Wave(nn.Module):
     """Snake with one frequency for all channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
+        self.channels = channels
         self.alpha = nn.Parameter(torch.empty(1, 1, 1))
 
+    @property
+    def wave(self) -> tuple[Tensor, Tensor]:
+        """Return frequency and gain [1, C, 1]."""
+        alpha = self.alpha.expand(1, self.channels, 1).contiguous()
+        return alpha, 1 / (alpha + 1e-9)
+
     def forward(self, x: Tensor) -> Tensor:
-        alpha = self.alpha.expand(1, x.shape[1], 1).contiguous()
-        return snake(x, alpha, 1 / (alpha + 1e-9))
+        return snake(x, *self.wave)
 
 
-class Conv(nn.Conv1d):
+class Conv(dac.Conv):
     """A convolution of an odd kernel that reads `edge` positions on both sides."""
-
-    bias: nn.Parameter
 
     def __init__(self, channels: int, out_channels: int, kernel: int, dilation: int = 1):
         super().__init__(channels, out_channels, kernel, dilation=dilation)
@@ -94,15 +105,21 @@ class Unit(nn.Module):
 
     def __init__(self, channels: int, kernel: int, dilation: int, compress: int):
         super().__init__()
-        inner = channels // compress
-        self.wave1, self.conv1 = Wave(), Conv(channels, inner, kernel, dilation)
-        self.wave2, self.conv2 = Wave(), Conv(inner, channels, 1)
+        inner, self.dilation = channels // compress, dilation
+        self.wave1, self.conv1 = Wave(channels), Conv(channels, inner, kernel, dilation)
+        self.wave2, self.conv2 = Wave(inner), Conv(inner, channels, 1)
         self.shortcut = Conv(channels, channels, 1)
 
     def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
         edge = self.conv1.edge
-        y = self.conv2(self.wave2(self.conv1.over(self.wave1(x), stretch)))
-        return self.shortcut(x[..., edge : x.shape[2] - edge]) + y
+        more = self.shortcut(x[..., edge : x.shape[2] - edge])
+        if not has_kernel(x, self.conv1):
+            return more + self.conv2(self.wave2(self.conv1.over(self.wave1(x), stretch)))
+        x = stretch.reflect(x, edge)  # before the snake, which leaves zeros as they are
+        stretch.shorten(edge)
+        wave, filters, bias = self.wave1.wave, self.conv1.filters, self.conv1.bias
+        [taps], then = self.conv1.kernel_size, pointwise(self.wave2, self.conv2)
+        return kernels.convolve_snake(x, wave, filters, bias, taps, self.dilation, residual=more, then=then)
 
 
 class Level(nn.Module):
@@ -111,15 +128,15 @@ class Level(nn.Module):
     def __init__(self, config: CodecConfig, channels: int, rate: int):
         super().__init__()
         self.rate, inner = rate, channels // 2
-        self.wave = Wave()
-        self.up = nn.ConvTranspose1d(channels, inner, 2 * rate, rate, padding=rate)
+        self.wave = Wave(channels)
+        self.up = dac.Upsampling(channels, inner, 2 * rate, rate, padding=rate)
         dilations = [config.dilation**i for i in range(config.residuals)]
         self.units = nn.ModuleList(
             Unit(inner, config.unit_kernel, dilation, config.compress) for dilation in dilations
         )
 
     def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
-        x = self.up(self.wave(stretch.silence(x)))
+        x = dac.upsample(stretch.silence(x), self.wave, self.up)
         stretch.upsample(self.rate)
         for unit in self.units:
             x = unit(x, stretch)
@@ -197,7 +214,7 @@ class Decoder(nn.Module):
         self.stem = Conv(config.width, width, config.kernel)
         self.lstm = LSTM(width, config.lstm)
         self.levels = nn.ModuleList(Level(config, width >> i, rate) for i, rate in enumerate(config.rates))
-        self.wave = Wave()
+        self.wave = Wave(config.channels)
         self.tail = Conv(config.channels, 1, config.last_kernel)
         self.near, self.context = contexts(config)
 
@@ -224,7 +241,8 @@ class Decoder(nn.Module):
         x = x.mT
         for level in self.levels:
             x = level(x, stretch)
-        x = self.tail.over(self.wave(x), stretch)[:, 0]
+        x = dac.convolve(stretch.reflect(x, self.tail.edge), self.wave, self.tail)[:, 0]
+        stretch.shorten(self.tail.edge)
         frames, size = codes.shape[1] - 2 * self.context, self.config.frame_samples
         index = (start * size - stretch.first)[:, None] + torch.arange(frames * size, device=x.device)
         return x.gather(1, index), state

@@ -47,8 +47,8 @@ class Unit(nn.Module):
     def __init__(self, channels: int, kernel: int, dilation: int, compress: int):
         super().__init__()
         inner = channels // compress
-        self.wave1, self.conv1 = Wave(), MirroredConv(channels, inner, kernel, dilation=dilation)
-        self.wave2, self.conv2 = Wave(), MirroredConv(inner, channels, 1)
+        self.wave1, self.conv1 = Wave(channels), MirroredConv(channels, inner, kernel, dilation=dilation)
+        self.wave2, self.conv2 = Wave(inner), MirroredConv(inner, channels, 1)
         self.shortcut = MirroredConv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Level(nn.Module):
             Unit(channels, config.unit_kernel, config.dilation**i, config.compress)
             for i in range(config.residuals)
         )
-        self.wave = Wave()
+        self.wave = Wave(channels)
         self.down = MirroredConv(channels, 2 * channels, 2 * rate, rate)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Encoder(nn.Module):
         rates = reversed(config.rates)
         self.levels = nn.ModuleList(Level(config, config.channels << i, rate) for i, rate in enumerate(rates))
         self.lstm = LSTM(width, config.lstm)
-        self.wave = Wave()
+        self.wave = Wave(width)
         self.tail = MirroredConv(width, config.width, config.last_kernel)
 
     def forward(self, samples: Tensor) -> Tensor:
