@@ -54,7 +54,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
     torch._inductor.config.cpp.enable_kernel_profile = True
     family = zoo.load(directory, dtype=dtype)
-    threads.set_num_threads(family)
+    threads.set_num_threads(family, is_compiled=True)
     kernels.build()
     pack(family)
     if how in ("flat", "mlp", "blocks"):

@@ -21,17 +21,19 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 BINDINGS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"
 
 
-def set_num_threads(model: nn.Module) -> int:
+def set_num_threads(model: nn.Module, is_compiled: bool) -> int:
     """Set the number of threads and return it. Call this before anything is compiled.
 
-    A model under SMALL_BYTES, or on a GPU, gets one thread. Others keep the current number, limited by the
-    CPU quota. Waking a second thread takes longer than the products of a small model: a step of 8 streams of
-    the tiny Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). The host of a GPU
-    has even less to compute.
+    On a GPU the host gets one thread, because it has little to compute. On a CPU a model gets the current
+    number, limited by the CPU quota, and one under SMALL_BYTES at most two threads. If a small model is not
+    compiled, it gets one: its operators are so short that threads would mostly wait for each other, and
+    `zoo say` took thirty times as long with two next to a busy program (benchmarks/LOG.md).
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    is_small = size < SMALL_BYTES or next(model.parameters()).device.type != "cpu"
-    torch.set_num_threads(1 if is_small else threads_of_quota(torch.get_num_threads()))
+    num = threads_of_quota(torch.get_num_threads())
+    if size < SMALL_BYTES:
+        num = min(num, 2 if is_compiled else 1)
+    torch.set_num_threads(num if next(model.parameters()).device.type == "cpu" else 1)
     return torch.get_num_threads()
 
 

@@ -143,7 +143,7 @@ def loaded(directory: str, device: str | None, dtype: str | None, weights: str) 
     if is_rounded:
         prepare_for_host(family, weights=weights)
     else:
-        threads.set_num_threads(family)
+        threads.set_num_threads(family, is_compiled=False)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     return family

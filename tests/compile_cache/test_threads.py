@@ -58,15 +58,24 @@ def test_a_thread_without_helpers_starts_no_team(how, num):
     assert in_ours == 2
 
 
-def test_the_host_of_a_gpu_computes_with_one_thread(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "is_small", "is_compiled", "num"),
+    [
+        ("meta", False, True, 1),  # as on a GPU
+        ("cpu", False, True, 16),
+        ("cpu", False, False, 16),
+        ("cpu", True, True, 2),
+        ("cpu", True, False, 1),
+    ],
+)
+def test_the_number_of_threads_follows_device_and_size(device, is_small, is_compiled, num, monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(threads.limits, "cores", lambda: None)
-    for device in ("meta", "cpu"):
-        side = 1 + int((threads.SMALL_BYTES / 4) ** 0.5)
-        threads.set_num_threads(nn.Linear(side, side, device=device))
-    assert asked == [1, 16]
+    side = 8 if is_small else 1 + int((threads.SMALL_BYTES / 4) ** 0.5)
+    threads.set_num_threads(nn.Linear(side, side, device=device), is_compiled)
+    assert asked == [num]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")

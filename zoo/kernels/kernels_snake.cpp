@@ -104,7 +104,8 @@ inline void multiply_panels(const float* a, int64_t num, int64_t stride, const T
             const float *from = a + row * stride, *panel = taps.w + (first + j) * taps.in_panel * n;
             float* to = c + row * stride_c + j;
             if (columns - j > WIDTH / 2) product_of_panel<VECTORS>(from, stride, taps, step, panel, n, to, stride_c);
-            else product_of_panel<VECTORS / 2>(from, stride, taps, step, panel, n, to, stride_c);
+            else if (VECTORS < 4 || columns - j > WIDTH / 4) product_of_panel<VECTORS / 2>(from, stride, taps, step, panel, n, to, stride_c);
+            else product_of_panel<(VECTORS + 3) / 4>(from, stride, taps, step, panel, n, to, stride_c);
         }
 }
 

@@ -51,14 +51,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     """
     check_weights(families, compile, weights)
     device = families[0].device.type
-    threads.set_num_threads(
-        max(
-            families,
-            key=lambda family: sum(
-                parameter.numel() * parameter.itemsize for parameter in family.parameters()
-            ),
-        )
-    )
+    largest = max(families, key=lambda family: sum(tensor.nbytes for tensor in family.parameters()))
+    threads.set_num_threads(largest, is_compiled=compile)
     if device != "cpu":
         if weights == "fp8":
             with artifacts.opened(artifacts.place("fp8", "choices")):
