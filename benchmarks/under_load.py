@@ -21,37 +21,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import itertools
 import json
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-import wave
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial
-from io import BytesIO
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import aiohttp
-import numpy as np
 from matplotlib.figure import Figure
-from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.clones import clones
+from benchmarks.zoo_server import SETTLE_S, Server, demo, offered, serving, told
 from serving.tools.load.client import Target, connections, speak
 from serving.tools.load.learn import address, learn
 from serving.tools.load.metrics import Slo
@@ -59,7 +45,6 @@ from serving.tools.load.plan import Planned, Texts, Work
 from serving.tools.load.run import Plan, Rung, measure, usable_workers
 from zoo import SMALL_VOICE
 
-ROOT = Path(__file__).parent.parent
 FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of the ladder
 LIMITS_MS = (200, 300, 500)  # limits of p90 of first audio; VoxServe uses 500
 SLO = Slo(ttfa_s=1.0, underrun_s=0.05)  # defines goodput under overload
@@ -69,10 +54,6 @@ OVERLOADS = (1, 2, 5)
 STREAMS = 64
 # a --max-ttfa that refuses no request but still admits only streams that can be generated in real time
 PATIENT_S = 600.0
-CLONES = 40
-ROUNDS, PAUSE_S = 4, 0.1  # rounds of the clones' part, and the shortest pause between two probes
-SETTLE_S = 3.0  # after this time, metrics (at most a second old) describe an idle server
-IDLE = ("running", "waiting", "preparing", "held", "paused")
 
 
 def main() -> None:
@@ -130,79 +111,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# --- the server ---
-
-
-class Server:
-    """A running `zoo serve` that is ready.
-
-    stages: the lines that it printed, with seconds since its start."""
-
-    def __init__(self, process: subprocess.Popen[str], began_s: float):
-        self.process, self.began_s = process, began_s
-        self.stages: list[tuple[float, str]] = []
-        assert process.stderr is not None
-        for line in process.stderr:
-            self.stages.append((time.monotonic() - began_s, line.strip()))
-            if "ready on" in line:
-                break
-        else:
-            raise RuntimeError(
-                "the server ended before it was ready: " + " | ".join(line for _, line in self.stages)
-            )
-        self.url = line.split()[-1]
-        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would block the server
-
-    @property
-    def ready_s(self) -> float:
-        return self.stages[-1][0]
-
-    def metrics(self) -> dict[str, float]:
-        """Return each metric by name, summed over the models."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            text = answer.read().decode()
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        return found
-
-    def holds(self) -> dict[str, float]:
-        """Return the resources that an idle server holds: equal before and after a load, if nothing leaks."""
-        metrics, held = self.metrics(), {"descriptors": 0, "threads": 0, "resident_mib": 0.0}
-        for pid in descendants(self.process.pid):
-            status = Path(f"/proc/{pid}/status").read_text()
-            held["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
-            held["threads"] += int(re.findall(r"Threads:\s+(\d+)", status)[0])
-            held["resident_mib"] += round(int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024, 1)
-        held |= {name: metrics[f"zoo_requests_{name}"] for name in IDLE}
-        held["pages_taken"] = metrics["zoo_pages"] - metrics["zoo_pages_free"]
-        held["reference_bytes"] = metrics["zoo_reference_bytes"]
-        return held
-
-
-@contextmanager
-def serving(options: argparse.Namespace, *more: str, models: Sequence[str] = ()) -> Iterator[Server]:
-    command = [sys.executable, "-m", "serving", "serve", *(models or [options.model]), "--port", "0", *more]
-    command += ["--device", "cpu"] if "--device" not in options.serve else []
-    env = os.environ | {"ZOO_CACHE_DIR": str(options.cache), "ZOO_LOG": "text"}
-    began_s = time.monotonic()
-    process = subprocess.Popen(command + options.serve, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        server = Server(process, began_s)
-        told(f"{' '.join(more) or 'zoo serve'}: ready in {server.ready_s:.1f} s")
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process id, its children and their descendants."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in descendants(int(child)))]
-
-
 # --- the client ---
 
 
@@ -234,12 +142,6 @@ def asked(
     for run in runs:
         told(line_of(run))
     return runs
-
-
-def offered(server: Server) -> list[str]:
-    """Return the voices of the server's first model."""
-    with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
-        return json.load(answer)["data"][0]["voices"]
 
 
 def line_of(run: dict[str, Any]) -> str:
@@ -366,176 +268,6 @@ def overload(options: argparse.Namespace) -> dict[str, Any]:
     return found | {"held": held, "runs": runs}
 
 
-def clones(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure first audio of a preset voice while another model on the server runs eight slots.
-
-    The other model speaks in a voice that it knows, or in forty new ones."""
-    with tempfile.TemporaryDirectory() as place:
-        cloning = options.clone_model or demo(Path(place) / "base", "tiny-1.7b-base")
-        voices = ("--voices-dir", f"{place}/voices")
-        with serving(options, *voices, models=[f"preset={options.model}", f"clone={cloning}"]) as server:
-            frames = {"max_new_tokens": options.frames or 40}
-            upload(server, "known", recording(0))
-            known = {"model": "clone", "voice": "known", "input": "One of eight speakers.", **frames}
-            fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
-            alone, eight, clone, control = (
-                "no others",
-                "8 speakers",
-                f"{CLONES} clones",
-                "8 speakers and another program",
-            )
-            beside = {
-                alone: Beside(),
-                eight: Beside(8, known),
-                clone: Beside(CLONES, fresh, has_recordings=True),
-                control: Beside(8, known, encoder=cloning),
-            }
-            probe = {
-                "model": "preset",
-                "voice": offered(server)[0],
-                "input": "Good morning.",
-                "max_new_tokens": 5,
-            }
-            heard: dict[str, list[Probed]] = {name: [] for name in beside}
-            # The conditions alternate, since the machine's speed changes from minute to minute.
-            for name in (alone, *(eight, clone, control) * ROUNDS):
-                heard[name].append(asyncio.run(probed(server, probe, beside[name], options.rung_s / ROUNDS)))
-                told(f"next to {name}: {json.dumps(facts_of(heard[name]))}")
-                # every clone that was heard in the round, or while it settled, had been encoded
-                if name == clone:
-                    beside[control].encodes_per_s = len(heard[clone][-1].others_ms) / (
-                        options.rung_s / ROUNDS + SETTLE_S
-                    )
-                time.sleep(SETTLE_S)
-    found = {name: facts_of(rounds) for name, rounds in heard.items()}
-    p50 = {name: facts["ttfa_p50_ms"] for name, facts in found.items()}
-    ratios = {
-        "ratio_p50": ratio(p50[clone], p50[eight]),
-        "ratio_p50_to_another_program": ratio(p50[clone], p50[control]),
-    }
-    return {"beside": found} | ratios
-
-
-@dataclass
-class Probed:
-    """First audio of each probe and of the other requests, in ms, and the number of running requests."""
-
-    ttfa_ms: list[float] = field(default_factory=list)
-    others_ms: list[float] = field(default_factory=list)
-    running: list[float] = field(default_factory=list)
-
-
-def facts_of(rounds: Sequence[Probed]) -> dict[str, Any]:
-    """Return the figures of all rounds, and each round's median, which shows the noise."""
-    ttfa_ms, others_ms, running = (
-        [value for one in rounds for value in getattr(one, name)]
-        for name in ("ttfa_ms", "others_ms", "running")
-    )
-    return {
-        "probes": len(ttfa_ms),
-        "ttfa_p50_ms": float(np.median(ttfa_ms)),
-        "ttfa_p90_ms": float(np.quantile(ttfa_ms, 0.9)),
-        "ttfa_p50_ms_by_round": [float(np.median(one.ttfa_ms)) for one in rounds],
-        "running_mean": float(np.mean(running)),
-        "others_heard": len(others_ms),
-        "others_ttfa_p50_ms": float(np.median(others_ms)) if others_ms else None,
-    }
-
-
-async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration_s: float) -> Probed:
-    """Measure first audio of `probe` a few times a second while other clients send requests all the time.
-
-    The others are a separate process, because a client that writes recordings notices audio late."""
-    target, found = Target(address(server.url), None, 24000), Probed()
-    mine, theirs = get_context("spawn").Pipe()
-    others = [get_context("spawn").Process(target=follow, args=(target, beside, theirs))]
-    if beside.encoder:
-        work = (beside.encoder, beside.encodes_per_s, theirs)
-        others.append(get_context("spawn").Process(target=encode, args=work, daemon=True))
-    for process in others:
-        process.start()
-        mine.recv()  # until the clients send and the encoder runs
-    theirs.close()
-    async with connections(target) as session:
-        await asyncio.sleep(SETTLE_S)
-        end_s = time.monotonic() + duration_s
-        for index in itertools.count():
-            if time.monotonic() > end_s:
-                break
-            record = await speak(session, target, Planned(probe, "pcm"), index, time.monotonic())
-            assert record.playback is not None and record.playback.first_s is not None, record.outcome
-            found.ttfa_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
-            found.running.append((await asyncio.to_thread(server.metrics))["zoo_requests_running"])
-            await asyncio.sleep(PAUSE_S + PAUSE_S * np.random.default_rng(index).random())
-    mine.send("enough")
-    found.others_ms = mine.recv()
-    for process in others[1:]:
-        process.terminate()
-    for process in others:
-        process.join()
-    return found
-
-
-@dataclass
-class Beside:
-    """The load next to a probe: `count` clients that always send `body`, and perhaps another program.
-
-    With has_recordings, each request has another voice. The other program is independent of the server: it
-    encodes `encodes_per_s` recordings with the model in the directory `encoder`."""
-
-    count: int = 0
-    body: dict[str, Any] = field(default_factory=dict)
-    has_recordings: bool = False
-    encoder: Path | None = None
-    encodes_per_s: float = 0
-
-
-def follow(target: Target, beside: Beside, pipe: Connection) -> None:
-    """Send requests until a message comes through the pipe, then send each first audio in ms through it."""
-    heard_ms: list[float] = []
-    is_over = asyncio.Event()
-
-    async def one(session: aiohttp.ClientSession, index: int) -> None:
-        while not is_over.is_set():
-            fresh = {"ref_audio": recording(index)} if beside.has_recordings else {}
-            planned = Planned(beside.body | fresh, "pcm")
-            record = await speak(session, target, planned, index, time.monotonic())
-            if record.playback is not None and record.playback.first_s is not None:
-                heard_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
-            index += beside.count
-
-    async def all_of_them() -> None:
-        async with connections(target) as session:
-            tasks = [asyncio.create_task(one(session, index)) for index in range(beside.count)]
-            pipe.send("asking")
-            await asyncio.to_thread(pipe.recv)
-            is_over.set()  # a cancelled request has a record as well
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(all_of_them())
-    pipe.send(heard_ms)
-
-
-def encode(model: Path, per_s: float, pipe: Connection) -> None:
-    """Build the prompts of clones in one thread, as a server does, until the process is terminated."""
-    import zoo
-    from compile_cache import threads
-    from zoo.request import AudioClip, Reference, Request
-
-    threads.use_one_thread()
-    family = zoo.load(model, device="cpu")
-    for index in itertools.count():
-        begun_s = time.monotonic()
-        data = base64.b64decode(recording(index).partition(",")[2])[44:]  # 44: the WAV header
-        clip = AudioClip(np.frombuffer(data, "<i2").astype(np.float32) / 32768, 24000)
-        family.prompt(Request(text="One of forty clones.", references=(Reference(clip, "A recording."),)))
-        if index == 0:
-            pipe.send("encoding")
-        time.sleep(max(0, begun_s + 1 / per_s - time.monotonic()))
-
-
 def start(options: argparse.Namespace) -> dict[str, Any]:
     """Start a tiny random checkpoint with nothing compiled, then twice with what the first start compiled."""
     found = {}
@@ -574,44 +306,6 @@ PARTS = {"ladder": ladder, "throughput": throughput, "overload": overload, "clon
 # --- helpers ---
 
 
-def demo(directory: Path, size: str) -> Path:
-    command = ["demo-checkpoint", "qwen3_tts", str(directory), "--size", size]
-    subprocess.run(
-        [sys.executable, "-m", "serving", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-    )
-    return directory
-
-
-def recording(seed: int, seconds: float = 5.0, rate_hz: int = 24000) -> str:
-    """Return noise that differs for every seed, as a data URL."""
-    samples = noise(round(seconds * rate_hz)).copy()
-    samples[:32] = np.random.default_rng(seed).normal(0, 3000, 32)
-    file = BytesIO()
-    with wave.open(file, "wb") as wav:
-        wav.setparams((1, 2, rate_hz, 0, "NONE", ""))
-        wav.writeframes(samples.tobytes())
-    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-@cache
-def noise(num_samples: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(0, 3000, num_samples).astype("<i2")
-
-
-def upload(server: Server, name: str, audio: str) -> None:
-    async def post() -> None:
-        form = aiohttp.FormData({"name": name, "ref_text": "A recording."})
-        data = base64.b64decode(audio.partition(",")[2])
-        form.add_field("audio_sample", data, filename="voice.wav", content_type="audio/wav")
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{server.url}/v1/audio/voices", data=form) as answer,
-        ):
-            assert answer.status < 300, await answer.text()
-
-    asyncio.run(post())
-
-
 def draw(result: dict[str, Any], path: Path) -> None:
     """Plot the ladder, and goodput under overload, as far as they were measured."""
     figure = Figure(figsize=(7, 8), layout="constrained")
@@ -647,9 +341,6 @@ def cpu() -> str:
     return next(
         iter(re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())), platform.machine()
     )
-
-
-told = partial(print, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

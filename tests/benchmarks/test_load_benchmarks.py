@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from models import directory
 
-from benchmarks import simulated_gpu, under_load
+from benchmarks import clones, simulated_gpu, under_load, zoo_server
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -45,19 +45,19 @@ def test_the_resources_of_child_processes_count():
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not children.read_text():
             pass
-        found = under_load.descendants(os.getpid())
+        found = zoo_server.descendants(os.getpid())
         assert {os.getpid(), parent.pid, int(children.read_text())} <= set(found)
 
 
 def test_recordings_differ_by_seed():
-    assert under_load.recording(1) == under_load.recording(1) != under_load.recording(2)
+    assert clones.recording(1) == clones.recording(1) != clones.recording(2)
 
 
 @pytest.mark.slow
 def test_the_encoding_program_runs_until_it_is_terminated():
     mine, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(
-        target=under_load.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs)
+        target=clones.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs)
     )
     process.start()
     theirs.close()

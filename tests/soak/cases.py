@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.under_load import recording
+from benchmarks.clones import recording
 from serving.tools.load.plan import SENTENCES
 
 SHORT = "Good morning, everybody who is here today."

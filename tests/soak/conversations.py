@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import httpx
 
-from benchmarks.under_load import recording
+from benchmarks.clones import recording
 from tests.soak import answers
 from tests.soak.answers import NO_STATUS, Wrong, check_status
 from tests.soak.cases import KEPT, REFERENCE_S

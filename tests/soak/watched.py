@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from benchmarks.under_load import descendants
+from benchmarks.zoo_server import descendants
 from tests.attack.target import Target, command_line
 
 MAX_LINES = 1000  # of its log are kept
