@@ -31,6 +31,7 @@ from zoo.chatterbox.watermark import marked
 from zoo.check import check
 from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_cap
 from zoo.nn.conv import CodecState
+from zoo.nn.eager import may_follow_values
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
@@ -38,7 +39,6 @@ from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.hift import Place
 from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
-from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import gumbel, normal, uniform_noise
 from zoo.request import Request, RequestError
 from zoo.text.pieces import most_s

@@ -49,6 +49,7 @@ from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import SIZES, STRATEGY
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.blocked_stack import run_blocks
+from zoo.nn.eager import may_follow_values
 from zoo.nn.llama import Block
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
@@ -57,7 +58,7 @@ from zoo.nn.rows import to_device
 from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
-from zoo.nn.s3.stretch import Stretch, may_follow_values
+from zoo.nn.s3.stretch import Stretch
 from zoo.nn.sampling import gumbel
 from zoo.request import Request, RequestError, Share
 from zoo.voices.references import References

@@ -23,11 +23,12 @@ from zoo import kernels
 from zoo.glm4_voice.config import FlowConfig
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import is_turned
+from zoo.nn.eager import may_follow_values
 from zoo.nn.narrow import dtype_of
 from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.estimator import TransformerBlock, mish
 from zoo.nn.s3.sizes import MELS
-from zoo.nn.s3.stretch import Whole, may_follow_values
+from zoo.nn.s3.stretch import Whole
 
 KERNEL, GROUPS = 3, 8
 

@@ -33,12 +33,12 @@ from zoo.glm4_voice.listener import Listener
 from zoo.glm4_voice.lm import Lm
 from zoo.glm4_voice.prompt import PromptWriter
 from zoo.glm4_voice.strategy import LOOKAHEAD, STRATEGY
+from zoo.nn.eager import may_follow_values
 from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.sizes import GRID, MELS
-from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import draw, gumbel, uniform_noise
 from zoo.request import Request
 

@@ -11,11 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def can_look(x: Tensor) -> bool:
-    """Return whether code may depend on values next to x: on a GPU the host would wait for them, and the
-    compiler does not know them."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+from zoo.nn.eager import may_follow_values
 
 
 class Stretch:
@@ -70,4 +66,4 @@ class Stretch:
 
     def silence(self, x: Tensor) -> Tensor:
         """Return x [B, C, N] with zeros where there is no tape. They are written in place."""
-        return x if can_look(x) and bool(self.taped.all()) else x.mul_(self.taped)
+        return x if may_follow_values(x) and bool(self.taped.all()) else x.mul_(self.taped)

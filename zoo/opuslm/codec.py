@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from zoo import kernels
 from zoo.kernels.operator import operator
 from zoo.nn import dac
+from zoo.nn.eager import may_follow_values
 from zoo.nn.residual import has_kernel, pointwise
 from zoo.nn.snake import snake
-from zoo.nn.stretch import can_look
 from zoo.opuslm.config import CodecConfig
 from zoo.opuslm.ids import BOOKS
 
@@ -51,7 +51,7 @@ class Stretch:
         """Return x with zeros outside of the speech."""
         at = self.at(x)
         is_inside = ((at >= 0) & (at < self.end[:, None]))[:, None]
-        return x if can_look(x) and bool(is_inside.all()) else x.masked_fill(~is_inside, 0)
+        return x if may_follow_values(x) and bool(is_inside.all()) else x.masked_fill(~is_inside, 0)
 
     def reflect(self, x: Tensor, edge: int) -> Tensor:
         """Return x with up to `edge` positions beyond each end of the speech reflected from inside of it. A
@@ -59,7 +59,7 @@ class Stretch:
         if edge == 0:
             return x
         at, end = self.at(x), self.end[:, None]
-        if can_look(x) and bool(((at >= 0) & (at < end)).all()):
+        if may_follow_values(x) and bool(((at >= 0) & (at < end)).all()):
             return x
         last = end.clamp(min=edge + 1) - 1
         source = torch.where(at > last, 2 * last - at, at.abs())
@@ -105,7 +105,7 @@ class Unit(nn.Module):
 
     def __init__(self, channels: int, kernel: int, dilation: int, compress: int):
         super().__init__()
-        inner, self.dilation = channels // compress, dilation
+        inner = channels // compress
         self.wave1, self.conv1 = Wave(channels), Conv(channels, inner, kernel, dilation)
         self.wave2, self.conv2 = Wave(inner), Conv(inner, channels, 1)
         self.shortcut = Conv(channels, channels, 1)
@@ -118,8 +118,12 @@ class Unit(nn.Module):
         x = stretch.reflect(x, edge)  # before the snake, which leaves zeros as they are
         stretch.shorten(edge)
         wave, filters, bias = self.wave1.wave, self.conv1.filters, self.conv1.bias
-        [taps], then = self.conv1.kernel_size, pointwise(self.wave2, self.conv2)
-        return kernels.convolve_snake(x, wave, filters, bias, taps, self.dilation, residual=more, then=then)
+        [taps], [dilation], then = (
+            self.conv1.kernel_size,
+            self.conv1.dilation,
+            pointwise(self.wave2, self.conv2),
+        )
+        return kernels.convolve_snake(x, wave, filters, bias, taps, dilation, residual=more, then=then)
 
 
 class Level(nn.Module):

@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
+from zoo.nn.eager import may_follow_values
 from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
-from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.request import Request, RequestError
 from zoo.step_audio2 import thought, voices

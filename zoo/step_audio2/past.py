@@ -23,11 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zoo.nn.eager import may_follow_values
 from zoo.nn.rows import zeros
 from zoo.nn.s3.encoder import FlowEncoder
 from zoo.nn.s3.estimator import PAIR
 from zoo.nn.s3.sizes import NUM_UP_LAYERS, TOKEN_FRAMES
-from zoo.nn.s3.stretch import Seen, Whole, may_follow_values
+from zoo.nn.s3.stretch import Seen, Whole
 from zoo.step_audio2.config import FlowConfig
 from zoo.step_audio2.estimator import Estimator
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.nn.conv import CodecState
+from zoo.nn.eager import may_follow_values
 from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
 from zoo.nn.s3.sizes import VocoderSizes
-from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.sampling import normal
 
 

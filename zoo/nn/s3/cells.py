@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zoo.contract import View
+from zoo.nn.eager import may_follow_values
 from zoo.nn.s3.sizes import GRID
-from zoo.nn.s3.stretch import may_follow_values
 
 
 def rendered(

@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from zoo import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
+from zoo.nn.eager import may_follow_values
 from zoo.nn.linear import FusedLinear
 from zoo.nn.narrow import dtype_of
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.sizes import MELS, FlowSizes
-from zoo.nn.s3.stretch import PagedLayer, Seen, Whole, may_follow_values
+from zoo.nn.s3.stretch import PagedLayer, Seen, Whole
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without it

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
+from zoo.nn.eager import may_follow_values
 from zoo.nn.residual import ConvFilters, has_kernel
 from zoo.nn.s3.sizes import MELS, VocoderSizes
-from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.kernels.operator import operator, written_in_regions
+from zoo.nn.eager import may_follow_values
 from zoo.nn.s3.sizes import GRID
 
 
@@ -36,14 +37,6 @@ class Stretch:
     tokens: int
     capacity: int  # of the cache; a multiple of GRID
     chunk: int = GRID
-
-
-def may_follow_values(like: Tensor) -> bool:
-    """Return whether shapes may depend on values here, to skip the computation of padding.
-
-    They may in eager code on a CPU, where reading a value costs nothing.
-    """
-    return like.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class Seen:
