@@ -90,8 +90,8 @@ class Unit(Residual):
 
 
 class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
-    """A transposed convolution after a snake. Its kernel is two strides long, and its padding one stride: it
-    drops the ends of the output, which the missing neighbours of the first and last input would share."""
+    """A transposed convolution after a snake. Its kernel is two strides long. It drops one stride at both ends of
+    the output, which lack a neighbour's share."""
 
     weight: nn.Parameter
     bias: nn.Parameter

@@ -1,5 +1,5 @@
-"""Snakes or ELUs followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual
-units, before upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
+"""Snakes or ELUs followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in
+residual units, before upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
 
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
@@ -76,7 +76,7 @@ class Elu:
 
 
 class Activation(Protocol):
-    """What stands before a convolution: a module, and the form of it that the kernels know."""
+    """A snake or an ELU."""
 
     @property
     def wave(self) -> kernels.Wave: ...

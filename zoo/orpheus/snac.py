@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
-        self.edge, self.dilation = EDGE * dilation, dilation
+        self.edge = EDGE * dilation
         self.snake1 = Snake(channels)
         self.conv1 = Conv(channels, channels, KERNEL, dilation=dilation, groups=channels)
         self.snake2 = Snake(channels)
@@ -49,8 +49,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if has_kernel(x, self.conv2):
             wave, then = self.snake1.wave, pointwise(self.snake2, self.conv2)
-            filters, bias = self.conv1.filters, self.conv1.bias
-            return kernels.depthwise_unit(x, wave, filters, bias, self.dilation, None, then)
+            filters, bias, [dilation] = self.conv1.filters, self.conv1.bias, self.conv1.dilation
+            return kernels.depthwise_unit(x, wave, filters, bias, dilation, None, then)
         y = self.conv2(self.snake2(self.conv1(self.snake1(x))))
         return y.add_(x[..., self.edge : x.shape[2] - self.edge])
 

@@ -121,6 +121,31 @@ def test_a_snake_and_its_convolution_equal_torch(
     assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not depend on the others
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("channels", "num", "dilation"), [(20, 300, 1), (70, 55, 9), (64, 2100, 3)])
+def test_a_depthwise_unit_without_a_past_lacks_the_ends(channels, num, dilation, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator, taps = torch.Generator().manual_seed(num), 7
+    x = torch.randn(2, num, channels, generator=generator).mT
+    depthwise, product = (
+        torch.randn(channels, inputs, width, generator=generator) / (inputs * width) ** 0.5
+        for inputs, width in ((1, taps), (channels, 1))
+    )
+    bias, bias2 = torch.randn(2, channels, generator=generator)
+    waves = torch.rand(2, 2, channels, generator=generator) + 0.5
+    then = kernels.Pointwise(kernels.panels(product), bias2, tuple(waves[1]))
+    filters = depthwise[:, 0].T.contiguous()
+    found = kernels.depthwise_unit(x, tuple(waves[0]), filters, bias, dilation, None, then)
+
+    def activated(x, wave):
+        return plain(lambda: snake(x, wave[0][:, None].double(), wave[1][:, None].double()))
+
+    read, edge, conv1d = activated(x.double(), waves[0]), 3 * dilation, torch.nn.functional.conv1d
+    middle = conv1d(read, depthwise.double(), bias.double(), dilation=dilation, groups=channels)
+    truth = x[..., edge:-edge] + conv1d(activated(middle, waves[1]), product.double(), bias2.double())
+    torch.testing.assert_close(found.double(), truth, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("taps", [3, 4, 6, 7, 11])
 def test_a_short_signal_is_convolved_tap_by_tap_with_the_filters_of_a_long_one(taps):
     generator = torch.Generator().manual_seed(taps)

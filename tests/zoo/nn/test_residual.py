@@ -12,6 +12,7 @@ from serving.tools.requests import every_request
 from zoo import kernels
 from zoo.nn.conv import CodecState, StateLayout
 from zoo.nn.residual import (
+    Elu,
     SnakeConv1d,
     SnakeConvTranspose1d,
     convolve_snake,
@@ -65,7 +66,7 @@ class Part(nn.Module):
 
 
 def stream(
-    part: Part, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)
+    part: Part | EluPart, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)
 ) -> tuple[Tensor, Tensor]:
     """Stream x [B, C, FRAMES * PER_FRAME] in calls of `cuts` frames, some of which are padding -> all samples
     and the state. The calls alternate between the kernels and torch."""
@@ -112,6 +113,36 @@ def test_the_kernels_equal_torch_for_any_cut_of_a_stream(channels, wave, threads
             assert error < 4 * usual + 1e-6, (
                 f"{what}, {cuts}: {error:.2g} from the truth, torch's {usual:.2g}"
             )
+
+
+class EluPart(nn.Module):
+    """What Mimi has: an upsampling and a residual unit with half of the channels in its middle."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        half = channels // 2
+        self.up = SnakeConvTranspose1d(channels, half, 2 * STRIDE, STRIDE)
+        self.conv1, self.conv2 = SnakeConv1d(half, half // 2, 3), SnakeConv1d(half // 2, half, 1)
+        self.layout = StateLayout(self)
+        generator = torch.Generator().manual_seed(channels)
+        for name, parameter in self.named_parameters():
+            scale = parameter[0].numel() ** -0.5 if "weight" in name else 0.3
+            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = upsample_snake(x, Elu(), self.up, state)
+        return residual_unit(x, Elu(), self.conv1, Elu(), self.conv2, state)
+
+
+@pytest.mark.parametrize("channels", [12, 72, 256])
+@torch.inference_mode()
+def test_elus_in_the_kernels_equal_torch_for_any_cut_of_a_stream(channels):
+    part, x = EluPart(channels), 3 * heard(channels)
+    expected = stream(part, x, (FRAMES,), (True,))
+    for cuts in ((FRAMES,), (1,), (5, 1, 8)):
+        for found, same in zip(stream(part, x, cuts), expected, strict=True):
+            torch.testing.assert_close(found, same, rtol=0, atol=2e-5)
 
 
 @torch.inference_mode()
@@ -175,7 +206,20 @@ def test_weights_that_filters_replace_are_freed(most_bytes, monkeypatch):
         assert torch.equal(found, same)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tts", "voxcpm2", "fish_s2", "bagpiper", "glm4_voice", "cosyvoice2"])
+WITH_FILTERS = [
+    "bagpiper",
+    "cosyvoice2",
+    "csm",
+    "fish_s2",
+    "glm4_voice",
+    "opuslm",
+    "orpheus",
+    "qwen3_tts",
+    "voxcpm2",
+]
+
+
+@pytest.mark.parametrize("name", WITH_FILTERS)
 def test_the_plain_loop_speaks_without_the_freed_weights(name):
     model = zoo.load(directory(name, "tiny"), "cpu", "float32")
     request = next(iter(every_request(model, 5)[0].values()))
