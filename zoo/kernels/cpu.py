@@ -296,7 +296,7 @@ def has_nine(filters: Tensor, taps: int) -> bool:
 
 
 ELU: Final = "elu"
-# what a signal goes through before a convolution: a snake, by frequency and gain of each channel; ELU; or nothing
+# what a convolution's input goes through: a snake, by frequency and gain of each channel; ELU; or nothing
 Wave = tuple[Tensor, Tensor] | Literal["elu"] | None
 
 
@@ -360,7 +360,7 @@ def convolve_snake(
 
 def depthwise_unit(
     x: Tensor,
-    wave: Wave,
+    wave: tuple[Tensor, Tensor],
     taps: Tensor,
     bias: Tensor,
     dilation: int,
@@ -379,7 +379,7 @@ def depthwise_unit(
     old, old_step = (None, 0) if past is None else _rows(past)
     assert old is None or (old.dtype == torch.float32 and old.shape == (batch, reach, channels))
     length = num if past is not None else num - reach
-    assert length > 0
+    assert length > 0 and then.wave not in (None, ELU), f"{num} positions, {reach} read, before {then.wave}"
     out = x.new_empty(batch, length, channels)
     snakes = _snake(wave, channels), _snake(then.wave, channels)
     tensors = old, x, taps, bias, *snakes[0], then.panels, then.bias, *snakes[1], out

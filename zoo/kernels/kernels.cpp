@@ -121,7 +121,7 @@ float least_of_mass(float* x, int64_t n, float top_p, float* room) {
     };
     const float total = mass(x, n), wanted = top_p * total;
     if (!(total > 0)) return most;  // nothing is possible, or something is infinite
-    // Entries this unlikely hold less than the rest of the mass together. These loops have no branches, which would be guessed wrong half of the time.
+    // Entries below this hold less than 1 - top_p of the probability, all together. These loops have no branches: half of them would be guessed wrong.
     const float unlikely = most + std::log(std::min((1 - top_p) * total / float(n), 1.0f));
     int64_t num = 0;
     for (int64_t i = 0; i < n; i++) {
