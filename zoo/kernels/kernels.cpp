@@ -114,15 +114,20 @@ float least_of_mass(float* x, int64_t n, float top_p, float* room) {
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < n; i++) most = std::max(most, x[i]);
     const auto mass = [=](const float* entries, int64_t num) {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < num; i++) sum += exponential(entries[i] - most);
+        constexpr int64_t block = 1024;  // one sum in float32 over a whole vocabulary would be off by 1e-5
+        double sum = 0;
+        for (int64_t first = 0; first < num; first += block) {
+            float part = 0;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = first; i < std::min(num, first + block); i++) part += exponential(entries[i] - most);
+            sum += part;
+        }
         return sum;
     };
-    const float total = mass(x, n), wanted = top_p * total;
+    const double total = mass(x, n), wanted = top_p * total;
     if (!(total > 0)) return most;  // nothing is possible, or something is infinite
     // Entries below this hold less than 1 - top_p of the probability, all together. These loops have no branches: half of them would be guessed wrong.
-    const float unlikely = most + std::log(std::min((1 - top_p) * total / float(n), 1.0f));
+    const float unlikely = most + float(std::log(std::min((1 - double(top_p)) * total / double(n), 1.0)));
     int64_t num = 0;
     for (int64_t i = 0; i < n; i++) {
         const float entry = x[i];
@@ -130,7 +135,7 @@ float least_of_mass(float* x, int64_t n, float top_p, float* room) {
     }
     // Of `num` entries, those above and below a pivot. `held` is the mass of all others that are likelier.
     float *entries = x, *above = room, *below = room + n;
-    for (float held = 0;;) {
+    for (double held = 0;;) {
         const float a = entries[0], b = entries[num / 2], c = entries[num - 1], pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
         int64_t num_above = 0, num_below = 0;
         for (int64_t i = 0; i < num; i++) {
@@ -138,12 +143,12 @@ float least_of_mass(float* x, int64_t n, float top_p, float* room) {
             above[num_above] = entry, num_above += entry > pivot;
             below[num_below] = entry, num_below += entry < pivot;
         }
-        const float before = held + mass(above, num_above);
+        const double before = held + mass(above, num_above);
         if (num_above > 0 && before >= wanted) {
             std::swap(entries, above), num = num_above;
             continue;
         }
-        held = before + float(num - num_above - num_below) * exponential(pivot - most);
+        held = before + double(num - num_above - num_below) * exponential(pivot - most);
         if (held >= wanted || num_below == 0) return pivot;
         std::swap(entries, below), num = num_below;
     }
