@@ -37,6 +37,11 @@ class Stretch:
         """Return the positions [B, N] of x [B, C, N]."""
         return self.first[:, None] + torch.arange(x.shape[2], device=x.device)
 
+    def is_inside(self, x: Tensor) -> Tensor:
+        """Return which positions of x [B, C, N] belong to the speech [B, N]."""
+        at = self.at(x)
+        return (at >= 0) & (at < self.end[:, None])
+
     def shorten(self, edge: int) -> None:
         """A convolution dropped `edge` positions on both sides."""
         self.first = self.first + edge
@@ -49,18 +54,17 @@ class Stretch:
 
     def silence(self, x: Tensor) -> Tensor:
         """Return x with zeros outside of the speech."""
-        at = self.at(x)
-        is_inside = ((at >= 0) & (at < self.end[:, None]))[:, None]
-        return x if may_follow_values(x) and bool(is_inside.all()) else x.masked_fill(~is_inside, 0)
+        is_inside = self.is_inside(x)
+        if may_follow_values(x) and bool(is_inside.all()):
+            return x
+        return x.masked_fill(~is_inside[:, None], 0)
 
     def reflect(self, x: Tensor, edge: int) -> Tensor:
         """Return x with up to `edge` positions beyond each end of the speech reflected from inside of it. A
         speech of at most `edge` positions is continued by zeros first."""
-        if edge == 0:
+        if edge == 0 or (may_follow_values(x) and bool(self.is_inside(x).all())):
             return x
         at, end = self.at(x), self.end[:, None]
-        if may_follow_values(x) and bool(((at >= 0) & (at < end)).all()):
-            return x
         last = end.clamp(min=edge + 1) - 1
         source = torch.where(at > last, 2 * last - at, at.abs())
         index = (source - self.first[:, None]).clamp(0, x.shape[2] - 1)
