@@ -37,12 +37,13 @@ SCALES = ((1024, 240), (512, 120), (256, 60))  # window and hop of the loss, sam
 
 
 class Fresh(CodecState):
-    """A state in which every stream begins."""
+    """A state in which every stream of codes [B, F, K] begins."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, codes: Tensor):
+        self.frames = codes.shape[1]
+        self.count = codes.new_full((len(codes),), self.frames)
 
-    def extend(self, layer: Stateful, x: Tensor) -> Tensor:
+    def extend(self, layer: Stateful, x: Tensor, kept: Tensor | None = None) -> Tensor:
         before = layer.state_length
         return F.pad(x, (0, 0, before, 0) if layer.state_dim == 1 else (before, 0))
 
@@ -79,7 +80,7 @@ def samples(decoder: Decoder, codes: Tensor) -> Tensor:
     """Return samples [B, F * FRAME] of codes [B, F, K], unclamped: a clamp has no gradient at its limits."""
     quantizer = decoder.quantizer
     quantizer.table = quantizer.sums.unflatten(0, (len(quantizer.parts), -1))  # usage is one
-    state, start = Fresh(), codes.new_zeros(codes.shape[0])
+    state, start = Fresh(codes), codes.new_zeros(codes.shape[0])
     x = decoder._read(codes, start, state)
     for upsample in decoder.upsample:
         x = upsample(x, state)

@@ -31,6 +31,7 @@ from train_a_voice.features import RATE_HZ
 from train_a_voice.flite import RATE_HZ as FLITE_HZ
 from train_a_voice.flite import SPEAKERS, flite_of
 from train_a_voice.pack import SPAWN, Maker
+from zoo.nn.conv import CodecState
 from zoo.qwen3_tts.codec import Decoder
 from zoo.qwen3_tts.model import Qwen3TTS
 from zoo.request import Request
@@ -108,8 +109,9 @@ def hear(case: Case, folder: Path, voice: Path | None) -> dict[str, str]:
 @torch.inference_mode()
 def decode(model: Decoder, codes: torch.Tensor) -> np.ndarray:
     """Return samples [T * FRAME] of codes [T, K]."""
-    rows, start = torch.zeros(1, model.state_size), torch.zeros(1, dtype=torch.int64)
-    return model(codes[None], rows, start, start + len(codes))[0][0].numpy()
+    start, rows = torch.zeros(1, dtype=torch.int64), torch.zeros(1, model.state_size)
+    state = CodecState(model.layout, rows, len(codes), start + len(codes))
+    return model(codes[None], start, state)[0].numpy()
 
 
 def speakers_of(url: str) -> list[str]:

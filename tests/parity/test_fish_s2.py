@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import directory, family
+from one_pass import decode
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -259,7 +260,8 @@ def test_decoding_equals_the_reference_in_any_chunks(frames, chunk, ours):
     state, pieces = torch.zeros(1, decoder.state_size), []
     for start in range(0, frames, chunk):
         piece = codes[:, start : start + chunk]
-        samples, state = decoder(piece, state, torch.tensor([start]), torch.tensor([piece.shape[1]]))
+        count = torch.tensor([piece.shape[1]])
+        samples, state = decode(decoder, piece, state, torch.tensor([start]), count)
         pieces.append(samples[0])
     heard = torch.cat(pieces)[:: 1 if frames < 3 else facts("codec")["stride"]]
     torch.testing.assert_close(heard, expected[f"decode_{frames}.samples"], **CLOSE)

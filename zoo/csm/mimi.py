@@ -28,7 +28,7 @@ from zoo.nn.residual import (
 )
 from zoo.nn.rope import rope_table
 from zoo.nn.vq import SplitVQ
-from zoo.nn.window_attention import GeluMLP, WindowLayer, window_mask
+from zoo.nn.window_attention import GeluMLP, WindowLayer, run_window
 
 ELU = Elu()
 
@@ -113,8 +113,5 @@ class Decoder(nn.Module):
         """x [B, N, D], at positions from `start` [B] of the stream -> [B, N, D]"""
         c = self.config
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
-        cos, sin = rope_table(at, c.head_dim, c.rope_theta, x.dtype)  # [B, N, dim]
-        seen = window_mask(start, x.shape[1], c.window)[:, None]  # [B, 1, N, window - 1 + N]
-        for layer in self.layers:
-            x = layer(x, cos[:, :, None], sin[:, :, None], seen, state)
-        return x
+        rotary = rope_table(at, c.head_dim, c.rope_theta, x.dtype)  # [B, N, dim] each
+        return run_window(self.layers, None, x, rotary, start, state)

@@ -159,7 +159,7 @@ def codec(config: MimiConfig) -> dict[str, str]:
     for i in range(config.layers):
         theirs, ours = f"decoder_transformer.layers.{i}", f"decoder.layers.{i}"
         table |= layer_names(theirs, ours)
-        for norm, our_norm in zip(NORMS, ("attention_norm", "mlp_norm"), strict=True):
+        for norm, our_norm in zip(NORMS, ("norm", "mlp_norm"), strict=True):
             both(f"{theirs}.{norm}", f"{ours}.{our_norm}")
         table[f"{theirs}.mlp.fc1.weight"] = f"{ours}.mlp.widen.weight"
         table[f"{theirs}.mlp.fc2.weight"] = f"{ours}.mlp.narrow.weight"

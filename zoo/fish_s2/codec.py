@@ -6,7 +6,7 @@ samples do not depend on how the frames are split into calls.
                          21.5 Hz         43, 86 Hz           0.7  5.5   22   44    kHz
 
 The state of a stream is one row of `state_size` values: the ends of the layers' inputs and the last 127 keys
-and values. A new stream starts with zeros; each call takes the row and returns the next one.
+and values. A new stream starts with zeros.
 Sources: facts of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
@@ -78,14 +78,13 @@ class Decoder(nn.Module):
         last convolution, a stream's state and all layers before stay in fp32."""
         to_rows((self.stem, self.blocks), dtype)
 
-    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] in [-1, 1] and the next rows.
+    def forward(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
+        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
 
-        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
-        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
-        others. The LM's heads are wider than the codebooks: a code beyond its codebook becomes the last one.
+        start [B]: frames decoded in earlier calls. state: of these streams, zeros for a new one, and how many
+        of the F frames are valid; ignore the samples of the others. The LM's heads are wider than the
+        codebooks: a code beyond its codebook becomes the last one.
         """
-        state = CodecState(self.layout, rows, codes.shape[1], count)
         at = codes.clamp(min=0).minimum(self.last) + self.first
         x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
         for upsample in self.upsample:
@@ -93,7 +92,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh(), state.next()
+        return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh()
 
 
 class Codec(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.fish_s2.config import CodecConfig
-from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer
+from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, WholeLayer
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
 from zoo.nn.snake import Snake
 
@@ -102,11 +102,11 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(
             DownBlock(channels << i, stride) for i, stride in enumerate(config.strides)
         )
-        self.hear = Transformer(config.hear) if config.hear else None
+        self.hear = Transformer(config.hear, WholeLayer) if config.hear else None
         self.snake = Snake(last)
         self.tail = CausalConv1d(last, config.latent, 3)
         self.downsample = nn.ModuleList(Downsample(config.latent, ratio) for ratio in config.ratios)
-        self.pre = Transformer(config.pre)
+        self.pre = Transformer(config.pre, WholeLayer)
         self.layout = StateLayout(self)
 
     def forward(self, samples: Tensor) -> Tensor:

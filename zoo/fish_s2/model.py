@@ -27,6 +27,7 @@ from zoo.fish_s2.prompt import PromptWriter, Writer, column_keys, passes
 from zoo.fish_s2.sampling import RAS_WINDOW, draw, draw_semantic, remember
 from zoo.fish_s2.strategy import STRATEGY
 from zoo.nn.blocked_stack import run_blocks
+from zoo.nn.conv import slots_state
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
@@ -167,9 +168,10 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         self.codec.decoder.to_rows(dtype)
 
     def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
-        rows = state.codec_state[view.slots]
-        samples, after = self.codec.decoder(state.window(view), rows, view.start, view.count)
-        state.codec_state[view.slots] = after
+        rows, slots, decoder = state.codec_state, view.slots, self.codec.decoder
+        past = slots_state(decoder.layout, rows, slots, view.frames, view.count)
+        samples = decoder(state.window(view), view.start, past)
+        past.store(rows, slots)
         return samples.float(), view.count * self.spec.frame_samples
 
 

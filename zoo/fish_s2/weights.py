@@ -128,7 +128,7 @@ def _transformer(theirs: str, ours: str, layers: int) -> dict[str, str]:
     pairs = {
         "attention.wqkv": "qkv",
         "attention.wo": "out",
-        "attention_norm": "attention_norm",
+        "attention_norm": "norm",
         "ffn_norm": "mlp_norm",
     }
     for i in range(layers):

@@ -135,7 +135,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& kv, const Tensor& page_tab
 
 // The rows of nn/blocked_stack.py's `addresses`, of a stack whose width is `width`, with `queries` and `keys` columns.
 std::vector<Block> blocks_of(const Tensor& addresses, double eps, int64_t width, int64_t queries, int64_t keys) {
-    STD_TORCH_CHECK(addresses.is_contiguous() && addresses.scalar_type() == ScalarType::Long && addresses.size(1) == 22, "the table of a stack is another's");
+    STD_TORCH_CHECK(addresses.is_contiguous() && addresses.scalar_type() == ScalarType::Long && addresses.size(1) == 27, "the table of a stack is another's");
     std::vector<Block> blocks;
     for (int64_t i = 0; i < addresses.size(0); i++) {
         const int64_t* row = data<int64_t>(addresses) + i * addresses.size(1);
@@ -143,9 +143,11 @@ std::vector<Block> blocks_of(const Tensor& addresses, double eps, int64_t width,
         const auto weight = [&](int64_t j, int64_t K, int64_t N) {
             return Weight{reinterpret_cast<const uint32_t*>(row[j]), floats(j + 1), K, N, row[j + 2], row[j + 3] == 32};
         };
-        const int64_t inner = row[21];
-        blocks.push_back({{floats(0), float(eps)}, {floats(1), float(eps)}, weight(5, width, queries + 2 * keys), weight(9, queries, width),
-                          weight(13, width, 2 * inner), weight(17, inner, width), floats(4), floats(2), floats(3)});
+        const int64_t inner = row[25];
+        const bool is_gated = row[26];
+        blocks.push_back({{floats(0), floats(5), float(eps)}, {floats(1), floats(6), float(eps)}, weight(9, width, queries + 2 * keys),
+                          weight(13, queries, width), weight(17, width, inner * (1 + is_gated)), weight(21, inner, width), floats(4), floats(2), floats(3),
+                          floats(7), floats(8), is_gated});
     }
     return blocks;
 }
@@ -171,14 +173,14 @@ Tensor blocked_stack(const Tensor& x, const std::optional<Tensor>& cos, const st
                  lengths = torch::stable::contiguous(kv_lens);
     const std::vector<Block> blocks = blocks_of(addresses, eps, width, heads * D, Hkv * D);
     const Turn<float> turn = turn_of(cos, sin, M, D, eps, is_paired, false);
-    const Norm last{norm ? data<float>(*norm) : nullptr, float(eps)};
+    const Norm last{norm ? data<float>(*norm) : nullptr, nullptr, float(eps)};
     Rows rows(data<float>(given), M, blocks[0], Hkv, heads / Hkv, D);
     Tensor queries = torch::stable::new_empty(given, {M, heads, D}), out = torch::stable::new_empty(given, given.sizes());
     const int threads = int(torch::stable::get_num_threads());
     const bool is_large = M * blocks[0].qkv.K * blocks[0].qkv.N > SMALL;
     const auto offset = [&](size_t i) { return 2 * (first_layer + int64_t(i)) * page_tokens; };
     const auto begin = [&](size_t i) {
-        rows.project(blocks[i], i == 0);
+        rows.project(blocks[i], i ? &blocks[i - 1] : nullptr);
         rotate_and_write(rows, blocks[i], turn, data<float>(queries), data<float>(kv), data<int64_t>(index), offset(i), page_tokens);
     };
     if (is_step(cu_seqlens, M, B)) {
@@ -190,7 +192,7 @@ Tensor blocked_stack(const Tensor& x, const std::optional<Tensor>& cos, const st
                 attend(data<float>(queries), past, rows.mixed.data(), heads / Hkv, float(scale), threads);
                 rows.combine(blocks[i], rows.mixed.data());
             }
-            rows.normalize(last, true, data<float>(out));
+            rows.finish(blocks.back(), last, data<float>(out));
         }
         return out;
     }
@@ -204,7 +206,7 @@ Tensor blocked_stack(const Tensor& x, const std::optional<Tensor>& cos, const st
         rows.combine(blocks[i], data<float>(mixed));
     }
 #pragma omp parallel num_threads(threads) if (is_large)
-    rows.normalize(last, true, data<float>(out));
+    rows.finish(blocks.back(), last, data<float>(out));
     return out;
 }
 
@@ -220,7 +222,7 @@ Tensor blocked_frame_stack(const Tensor& x, const Tensor& cos, const Tensor& sin
     const std::vector<Block> blocks = blocks_of(addresses, eps, width, heads * D, Hkv * D);
     STD_TORCH_CHECK(cache.size(0) == int64_t(blocks.size()) && cache.size(1) == B, "a cache of ", cache.size(0), " blocks and ", cache.size(1), " frames");
     const Turn<float> turn = turn_of(cos, sin, K, D, eps, is_paired, is_rounded);
-    const Norm last{data<float>(norm), float(eps)};
+    const Norm last{data<float>(norm), nullptr, float(eps)};
     Rows rows(data<float>(given), M, blocks[0], Hkv, heads / Hkv, D);
     Tensor out = torch::stable::new_empty(given, given.sizes());
     const int threads = int(torch::stable::get_num_threads());
@@ -228,14 +230,52 @@ Tensor blocked_frame_stack(const Tensor& x, const Tensor& cos, const Tensor& sin
     {
         for (size_t i = 0; i < blocks.size(); i++) {
             const Block& block = blocks[i];
-            rows.project(block, i == 0);
+            rows.project(block, i ? &blocks[i - 1] : nullptr);
             const float *q = rows.product.data(), *k = q + heads * D, *v = k + Hkv * D;
             float* held = data<float>(cache) + i * 2 * B * Hkv * K * D;
             attend_frame(q, k, v, (heads + 2 * Hkv) * D, block.q_norm, block.k_norm, turn, held, held, rows.mixed.data(), B, L, Hkv, heads / Hkv, D, K, first,
                          float(scale));
             rows.combine(block, rows.mixed.data());
         }
-        rows.normalize(last, true, data<float>(out));
+        rows.finish(blocks.back(), last, data<float>(out));
+    }
+    return out;
+}
+
+// See nn/window_attention.py.
+Tensor window_stack(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& rows_of_slots, const Tensor& slots, const Tensor& places,
+                    const Tensor& seen, const Tensor& kept, int64_t heads, double scale, double eps, bool is_paired, const std::optional<Tensor>& norm,
+                    const Tensor& addresses) {
+    const int64_t B = x.size(0), N = x.size(1), width = x.size(2), D = cos.size(2), R = kept.size(1);
+    const Tensor given = torch::stable::contiguous(x), cosines = torch::stable::contiguous(cos), sines = torch::stable::contiguous(sin);
+    const Tensor from = torch::stable::contiguous(kept), mask = torch::stable::contiguous(seen), index = torch::stable::contiguous(slots);
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && rows_of_slots.scalar_type() == ScalarType::Float && rows_of_slots.is_contiguous(),
+                    "positions or the rows of slots are not contiguous float32");
+    STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.numel() == B * N * (R + N) && index.numel() == B && from.size(0) == B,
+                    "what ", N, " positions of ", B, " streams see and keep has another shape");
+    const std::vector<Block> blocks = blocks_of(addresses, eps, width, heads * D, heads * D);
+    STD_TORCH_CHECK(places.is_contiguous() && places.numel() == int64_t(blocks.size()), places.numel(), " places for ", blocks.size(), " layers");
+    const Turn<float> turn = turn_of(cosines, sines, B * N, D, eps, is_paired, false);
+    const Norm last{norm ? data<float>(*norm) : nullptr, nullptr, float(eps)};
+    const Rings rings{data<float>(rows_of_slots), rows_of_slots.size(1), R, data<int64_t>(index), data<int64_t>(from), data<bool>(mask)};
+    const std::vector<int64_t> ends = ends_of(rings.seen, B, N, R + N);
+    Rows rows(data<float>(given), B * N, blocks[0], heads, 1, D);
+    Tensor out = torch::stable::new_empty(given, given.sizes());
+    const int threads = int(torch::stable::get_num_threads());
+#pragma omp parallel num_threads(threads) if (B * N * blocks[0].qkv.K * blocks[0].qkv.N > SMALL)
+    {
+        std::vector<float> scratch(D);
+        for (size_t i = 0; i < blocks.size(); i++) {
+            rows.project(blocks[i], i ? &blocks[i - 1] : nullptr);
+#pragma omp for schedule(static)
+            for (int64_t item = 0; item < B * N * 2 * heads; item++) {
+                float* head = &rows.product[(item / (2 * heads) * 3 * heads + item % (2 * heads)) * D];
+                turn(head, nullptr, item / (2 * heads), D, head, scratch.data());
+            }
+            rings.attend(rows.product.data(), rows.mixed.data(), data<int64_t>(places)[i], B, N, heads, D, ends, float(scale));
+            rows.combine(blocks[i], rows.mixed.data());
+        }
+        rows.finish(blocks.back(), last, data<float>(out));
     }
     return out;
 }
@@ -294,6 +334,7 @@ STABLE_TORCH_LIBRARY_IMPL(zoo, CPU, library) {
     library.impl("blocked_rows", TORCH_BOX(&blocked_rows));
     library.impl("blocked_stack", TORCH_BOX(&blocked_stack));
     library.impl("blocked_frame_stack", TORCH_BOX(&blocked_frame_stack));
+    library.impl("window_stack", TORCH_BOX(&window_stack));
     if (&aoti_torch_cpu__linear_pointwise) library.impl("packed_linear", TORCH_BOX(&packed_linear));
     library.impl("paged_attention_cpp", TORCH_BOX(&paged_attention));
     library.impl("draw_cpp", TORCH_BOX(&draw_tokens));

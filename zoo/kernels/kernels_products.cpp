@@ -178,28 +178,47 @@ void linear(const float* x, const Weight& w, const float* bias, float* y, int64_
     multiply(x, w, bias, y, M);
 }
 
-// y [M, down.N] = (silu(gate) * up) times `down`. gate and up are the halves of x [M, gate_up.K] times `gate_up`. both [M, gate_up.N] and product
-// [M, down.K] are scratch space. All threads of a team call it, and leave it together.
-void gated_mlp(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, float* both, float* product) {
-    const int64_t inner = down.K;
-    multiply(x, gate_up, nullptr, both, M);
+// erf(x): x times a quotient of two series in x^2, for x up to 4. Source: Eigen, generic_fast_erf_float.
+inline float error_function(float x) {
+    x = std::min(std::max(x, -4.0f), 4.0f);
+    const float s = x * x;
+    float above = -2.72614225801306e-10f, below = -1.45660718464996e-5f;
+    above = above * s + 2.77068142495902e-8f, below = below * s - 2.13374055278905e-4f;
+    above = above * s - 2.10102402082508e-6f, below = below * s - 1.68282697438203e-3f;
+    above = above * s - 5.69250639462346e-5f, below = below * s - 7.37332916720468e-3f;
+    above = above * s - 7.34990630326855e-4f, below = below * s - 1.42647390514189e-2f;
+    above = above * s - 2.95459980854025e-3f;
+    above = above * s - 1.60960333262415e-2f;
+    return x * above / below;
+}
+
+// y [M, last.N] = an MLP of x [M, first.K]: (silu(gate) * up) times `last`, where gate and up are the halves of x times `first`, or gelu of all of it.
+// both [M, first.N] and product [M, last.K] are scratch space. All threads of a team call it, and leave it together.
+void run_mlp(const float* x, const Weight& first, const Weight& last, bool is_gated, float* y, int64_t M, float* both, float* product) {
+    const int64_t inner = last.K;
+    multiply(x, first, nullptr, both, M);
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < M; m++) {
-        const float *gate = both + m * 2 * inner, *up = gate + inner;
+        const float *gate = both + m * first.N, *up = gate + inner;
         float* to = product + m * inner;
+        if (is_gated) {
 #pragma omp simd
-        for (int64_t i = 0; i < inner; i++) {
-            const float small = exponential(-std::abs(gate[i]));  // e^x overflows for large x
-            to[i] = gate[i] * ((gate[i] < 0 ? small : 1.0f) / (1.0f + small)) * up[i];
+            for (int64_t i = 0; i < inner; i++) {
+                const float small = exponential(-std::abs(gate[i]));  // e^x overflows for large x
+                to[i] = gate[i] * ((gate[i] < 0 ? small : 1.0f) / (1.0f + small)) * up[i];
+            }
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < inner; i++) to[i] = 0.5f * gate[i] * (1 + error_function(gate[i] * 0.70710678f));
         }
     }
-    multiply(product, down, nullptr, y, M);
+    multiply(product, last, nullptr, y, M);
 }
 
 void swiglu(const float* x, const Weight& gate_up, const Weight& down, float* y, int64_t M, int threads) {
     std::vector<float> both(M * gate_up.N), product(M * down.K);
 #pragma omp parallel num_threads(threads) if (M * gate_up.K * gate_up.N > SMALL)
-    gated_mlp(x, gate_up, down, y, M, both.data(), product.data());
+    run_mlp(x, gate_up, down, true, y, M, both.data(), product.data());
 }
 
 }  // namespace

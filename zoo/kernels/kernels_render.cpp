@@ -273,23 +273,77 @@ inline int64_t seen_until(const bool* sees, int64_t first, int64_t end) {
     return end;
 }
 
+// For each ROWS of the Q queries of B streams, the end of the keys that any of them sees: [B, groups]. mask [B, Q, K].
+inline std::vector<int64_t> ends_of(const bool* mask, int64_t B, int64_t Q, int64_t K) {
+    const int64_t groups = (Q + ROWS - 1) / ROWS;
+    std::vector<int64_t> ends(B * groups);
+    for (int64_t i = 0; i < B * groups; i++)
+        for (int64_t r = i % groups * ROWS; r < std::min(Q, (i % groups + 1) * ROWS); r++) ends[i] = seen_until(mask + (i / groups * Q + r) * K, ends[i], K);
+    return ends;
+}
+
+// One head's attention with Q queries over K keys and values of D numbers, and a thread's scratch space for it.
+template <typename T>
+struct HeadAttention {
+    using U = Units<T>;
+    int64_t Q, K, D, wide_k, wide_d, units_d;
+    std::vector<float> keys, values, queries, score, share, sum, row;
+
+    HeadAttention(int64_t Q, int64_t K, int64_t D)
+        : Q(Q), K(K), D(D), wide_k(rounded_up(K, WIDTH)), wide_d(rounded_up(D, WIDTH)), units_d((D + U::PER_UNIT - 1) / U::PER_UNIT), keys(units_d * wide_k),
+          values(wide_k / U::PER_UNIT * wide_d), queries(ROWS * units_d), score(ROWS * wide_k), share(ROWS * wide_k / U::PER_UNIT), sum(ROWS * wide_d),
+          row(units_d) {}
+
+    // key(i), value(i), query(i) and out(i) return rows of D numbers; mask [Q, K]; `ends` of the stream, see ends_of.
+    template <typename Key, typename Value, typename Query, typename Out>
+    void operator()(const Key& key, const Value& value, const Query& query, const bool* mask, const int64_t* ends, float scale, const Out& out) {
+        const Vector never = spread(-std::numeric_limits<float>::infinity());
+        to_columns<U, T>(key, K, D, keys.data(), row.data());
+        for (int64_t i = 0; i < K; i += U::PER_UNIT) {  // if K is odd, the second value of the last pair has weight 0
+            for (int64_t ahead = 16; ahead < 16 + U::PER_UNIT; ahead++) fetch(value(std::min(i + ahead, K - 1)), D * sizeof(T));
+            to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
+        }
+        for (int64_t start = 0; start < Q; start += ROWS) {
+            const auto at = [&](int64_t r) { return std::min(start + r, Q - 1); };
+            const int64_t seen = ends[start / ROWS];
+            for (int64_t r = 0; r < ROWS; r++) to_units<U>(query(at(r)), D, &queries[r * units_d]);
+            Vector most[ROWS];
+            for (Vector& peak : most) peak = never;
+            for (int64_t i = 0; i < seen; i += WIDTH) {
+                product<U>(queries.data(), units_d, &keys[i * units_d], WIDTH, units_d, &score[i], wide_k);
+                for (int64_t r = 0; r < ROWS; r++)
+                    for (int64_t j = i; j < std::min(i + WIDTH, seen); j += LANES) {
+                        const Vector x = where_seen(mask + at(r) * K + j, seen - j, load(&score[r * wide_k + j]), never);
+                        most[r] = larger(x, most[r]);
+                        store(&score[r * wide_k + j], x);
+                    }
+            }
+            float total[ROWS];
+            for (int64_t r = 0; r < ROWS; r++)
+                total[r] = shares_of<U>(&score[r * wide_k], rounded_up(seen, LANES), most[r], scale, &share[r * wide_k / U::PER_UNIT]);
+            for (int64_t d = 0; d < wide_d; d += WIDTH)
+                product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
+            for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
+                T* to = out(start + r);
+#pragma omp simd
+                for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
+            }
+        }
+    }
+};
+
 // Attend with Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and over the new keys, which are then
 // written to the cache. q, k and v [B * L, Q, H * D], with rows `stride` apart; out has the same shape and is contiguous; cache [slots, positions, L,
 // 2 * H * D], keys and values; slots [B]; index [B, Q], the places of the new keys; mask [B, Q, held + Q].
 template <typename T>
 void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
                     int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
-    using U = Units<T>;
-    const Vector never = spread(-std::numeric_limits<float>::infinity());
-    const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
-    const int64_t groups = (Q + ROWS - 1) / ROWS;
-    std::vector<int64_t> ends(B * groups);  // the end of the keys that any row of a group sees
-    for (int64_t i = 0; i < B * groups; i++)
-        for (int64_t r = i % groups * ROWS; r < std::min(Q, (i % groups + 1) * ROWS); r++) ends[i] = seen_until(mask + (i / groups * Q + r) * K, ends[i], K);
+    const int64_t K = held + Q;
+    const std::vector<int64_t> ends = ends_of(mask, B, Q, K);
+    const int64_t groups = int64_t(ends.size()) / B;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> keys(units_d * wide_k), values(wide_k / U::PER_UNIT * wide_d), query(ROWS * units_d), score(ROWS * wide_k);
-        std::vector<float> share(ROWS * wide_k / U::PER_UNIT), sum(ROWS * wide_d), row(units_d);
+        HeadAttention<T> attend(Q, K, D);
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < B * L * H; item++) {
             const int64_t b = item / (L * H), lane = item / H % L, h = item % H;
@@ -297,38 +351,8 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
             const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * stride + h * D; };
             const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
             const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
-            to_columns<U, T>(key, K, D, keys.data(), row.data());
-            for (int64_t i = 0; i < K; i += U::PER_UNIT) {  // if K is odd, the second value of the last pair has weight 0
-                for (int64_t ahead = 16; ahead < 16 + U::PER_UNIT; ahead++) fetch(value(std::min(i + ahead, K - 1)), D * sizeof(T));
-                to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
-            }
-            for (int64_t start = 0; start < Q; start += ROWS) {
-                const auto at = [&](int64_t r) { return std::min(start + r, Q - 1); };
-                const auto sees = [&](int64_t r) { return mask + (b * Q + at(r)) * K; };
-                const int64_t seen = ends[b * groups + start / ROWS];
-                for (int64_t r = 0; r < ROWS; r++) to_units<U>(own(q, at(r)), D, &query[r * units_d]);
-                Vector most[ROWS];
-                for (Vector& row : most) row = never;
-                for (int64_t i = 0; i < seen; i += WIDTH) {
-                    product<U>(query.data(), units_d, &keys[i * units_d], WIDTH, units_d, &score[i], wide_k);
-                    for (int64_t r = 0; r < ROWS; r++)
-                        for (int64_t j = i; j < std::min(i + WIDTH, seen); j += LANES) {
-                            const Vector x = where_seen(sees(r) + j, seen - j, load(&score[r * wide_k + j]), never);
-                            most[r] = larger(x, most[r]);
-                            store(&score[r * wide_k + j], x);
-                        }
-                }
-                float total[ROWS];
-                for (int64_t r = 0; r < ROWS; r++)
-                    total[r] = shares_of<U>(&score[r * wide_k], rounded_up(seen, LANES), most[r], scale, &share[r * wide_k / U::PER_UNIT]);
-                for (int64_t d = 0; d < wide_d; d += WIDTH)
-                    product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
-                for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
-                    T* to = out + ((b * L + lane) * Q + start + r) * H * D + h * D;
-#pragma omp simd
-                    for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
-                }
-            }
+            const auto query = [&](int64_t i) { return own(q, i); };
+            attend(key, value, query, mask + b * Q * K, &ends[b * groups], scale, [&](int64_t i) { return out + ((b * L + lane) * Q + i) * H * D + h * D; });
             for (int64_t i = 0; i < Q; i++) {  // no other work item reads or writes this part of a row
                 T* to = kept(index[b * Q + i]);
                 std::copy(own(k, i), own(k, i) + D, to);

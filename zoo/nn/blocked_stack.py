@@ -1,4 +1,5 @@
-"""A stack of decoder blocks as one operator, where a CPU reads all its weights in our layout.
+"""A stack of decoder blocks as one operator, where a CPU reads all its weights in our layout. The stacks of
+`window_attention` are packed here, too.
 
 A step has hundreds of blocks, and between two operators the interpreter takes as long as a small product,
 because the weights that stream through the caches displace its data. The operator gives what the blocks give,
@@ -7,8 +8,8 @@ up to the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from zoo.nn.block import PreNormBlock
 from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.norm import RMSNorm
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU
+from zoo.nn.window_attention import GeluMLP, WindowLayer
 
 Rotary = tuple[Tensor, Tensor] | tuple[()]  # cos and sin, or nothing if positions do not turn anything
 
@@ -117,36 +119,53 @@ def pack_stacks(model: nn.Module) -> None:
     read. With lists of tensors instead, a step of Qwen3-TTS takes 2 to 4 % longer."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and all(map(has_our_layout, module)):
-            rows = [list(addresses_of(block_of(layer))) for layer in module]
+            rows = [addresses_of(layer) for layer in module if has_our_layout(layer)]
             module.register_buffer("addresses", torch.tensor(rows), persistent=False)
 
 
-def has_our_layout(layer: nn.Module) -> bool:
+def has_our_layout(layer: nn.Module) -> TypeGuard[PreNormBlock | WindowLayer]:
     return (
-        isinstance(layer, PreNormBlock)
+        isinstance(layer, PreNormBlock | WindowLayer)
         and layer.is_stacked
-        and isinstance(layer.qkv, BlockedLinear)
-        and isinstance(layer.out, BlockedLinear)
-        and isinstance(layer.mlp, BlockedSwiGLU)
+        and all(isinstance(part, BlockedLinear) for part in (layer.qkv, layer.out, *mlp_of(layer)))
         and layer.norm.weight.dtype == torch.float32
     )
 
 
-def addresses_of(block: PreNormBlock) -> Iterator[int]:
-    """Yield a row of `addresses`: of the norms' weights and the bias, and then for each matrix those of its
-    blocks and scales, the inputs that share a scale, and its bits. An address is 0 if there is no tensor."""
-    modules: Any = block
-    qkv, out, first, last = modules.qkv, modules.out, modules.mlp.gate_up, modules.mlp.down
-    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
-    width, inner = block.norm.weight.numel(), last.blocks.shape[1]
-    assert out.bias is None and qkv.num_columns == queries + 2 * keys
-    yield from map(address, (block.norm.weight, block.mlp_norm.weight, *block.head_norms(), qkv.bias))
-    for linear, inputs in ((qkv, width), (out, queries), (first, width), (last, inner)):
+def mlp_of(layer: PreNormBlock | WindowLayer) -> tuple[Any, Any]:
+    """Return the first and the last matrix of a block's MLP."""
+    mlp: Any = layer.mlp
+    if isinstance(mlp, GeluMLP):
+        return mlp.widen, mlp.narrow
+    return (mlp.gate_up, mlp.down) if isinstance(mlp, BlockedSwiGLU) else (None, None)
+
+
+def addresses_of(layer: PreNormBlock | WindowLayer) -> list[int]:
+    """Return a row of `addresses`: of the vectors, and then for each matrix those of its blocks and scales, the
+    inputs that share a scale, and its bits. An address is 0 if there is no tensor."""
+    block: Any = layer
+    first, last = mlp_of(layer)
+    width, inner, is_gated = (
+        block.norm.weight.numel(),
+        last.blocks.shape[1],
+        not isinstance(block.mlp, GeluMLP),
+    )
+    if isinstance(layer, PreNormBlock):
+        queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+        more: tuple[Tensor | None, ...] = (*layer.head_norms(), block.qkv.bias, None, None, None, None)
+    else:
+        queries = keys = block.heads * block.head_dim
+        offsets = (getattr(norm, "bias", None) for norm in (block.norm, block.mlp_norm))
+        more = None, None, None, *offsets, block.attention_scale, block.mlp_scale
+    assert block.out.bias is first.bias is last.bias is None and block.qkv.num_columns == queries + 2 * keys
+    assert first.num_columns == inner * (1 + is_gated)
+    row = [address(vector) for vector in (block.norm.weight, block.mlp_norm.weight, *more)]
+    for linear, inputs in ((block.qkv, width), (block.out, queries), (first, width), (last, inner)):
         assert linear.blocks.shape[1] == inputs
         bits = 32 if linear.blocks.dtype == torch.float32 else 16 if linear.scales is None else 8
         group = inputs if linear.scales is None else inputs // linear.scales.shape[1]
-        yield from (address(linear.blocks), address(linear.scales), group, bits)
-    yield inner
+        row += [address(linear.blocks), address(linear.scales), group, bits]
+    return [*row, inner, is_gated]
 
 
 def address(tensor: Tensor | None) -> int:

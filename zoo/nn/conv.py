@@ -67,26 +67,30 @@ class CodecState:
         self.layout, self.rows, self.frames, self.count = layout, rows, frames, count
         self.kept: dict[str, Tensor] = {}  # layer -> its state for the next pass [B, values]
 
-    def extend(self, layer: Stateful, x: Tensor) -> Tensor:
+    def extend(self, layer: Stateful, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return the layer's past followed by x. x has N positions, a multiple of F; the result has
-        state_length + N."""
+        state_length + N.
+
+        kept [B, state_length]: which of them the next pass finds, if the positions are dimension 1. Default:
+        the last ones.
+        """
         if layer.state_length == 0:
             return x
         self._check(layer)
         if layer.state_dim == 1:
-            return self._extend_rows(layer, x)
+            return self._extend_rows(layer, x, kept)
         past = self._past(layer).to(x.dtype)
         whole = torch.cat((past.mT, x.mT), 1).mT if is_turned(x) else torch.cat((past, x), 2)
         index = self._last_valid(layer, x)
         self._keep(layer, whole.gather(2, index[:, None].expand(-1, *layer.state_shape)))
         return whole
 
-    def _extend_rows(self, layer: Stateful, x: Tensor) -> Tensor:
-        """Extend x [B, N, C], whose positions are contiguous rows: Mimi has 65 MB of them for eight
-        streams."""
+    def _extend_rows(self, layer: Stateful, x: Tensor, kept: Tensor | None) -> Tensor:
+        """Extend x [B, N, C], whose positions are contiguous rows."""
         whole = torch.cat((self._past(layer), x), 1)
         first = torch.arange(len(x), device=x.device)[:, None] * whole.shape[1]
-        self._keep(layer, F.embedding(first + self._last_valid(layer, x), whole.flatten(0, 1)))
+        index = self._last_valid(layer, x) if kept is None else kept
+        self._keep(layer, F.embedding(first + index, whole.flatten(0, 1)))
         return whole
 
     def _check(self, layer: Stateful) -> None:
@@ -145,31 +149,26 @@ class SlotsState(CodecState):
     """The same on a CPU, over the rows of all slots: each layer changes its part of them in place.
 
     rows [S+1, V]: the state of all slots. slots [B]: those of this pass. The past of Mimi's layers has 65 MB
-    for eight streams. It is copied twice here, one layer at a time, and five times by a CodecState.
+    for eight streams, which would be copied five times.
     """
 
     def __init__(self, layout: StateLayout, rows: Tensor, slots: Tensor, frames: int, count: Tensor):
         super().__init__(layout, rows, frames, count)
         self.slots = slots
-        self.pairs = list(zip(slots.tolist(), count.tolist(), strict=True))
 
-    def _extend_rows(self, layer: Stateful, x: Tensor) -> Tensor:
-        length = layer.state_length
-        rows = super()._past(layer)  # [S+1, length, C], a view
-        whole = x.new_empty(len(x), length + x.shape[1], x.shape[2])
-        whole[:, length:] = x
-        for one, (slot, count) in zip(whole, self.pairs, strict=True):
-            first = count * (x.shape[1] // self.frames)
-            one[:length] = rows[slot]
-            rows[slot] = one[first : first + length]
-        self.kept[str(layer.state_name)] = rows
-        return whole
+    def changed_in_place(self, layer: Stateful) -> int:
+        """Note that an operator reads and changes the layer's past in `rows`. Return where it begins in a row."""
+        if layer.state_length == 0:
+            return 0
+        self._check(layer)
+        self.kept[str(layer.state_name)] = self.rows
+        return self.layout.places[str(layer.state_name)].start
 
     def _past(self, layer: Stateful) -> Tensor:
         return super()._past(layer)[self.slots]
 
     def _keep(self, layer: Stateful, kept: Tensor) -> None:
-        super()._past(layer)[self.slots] = kept
+        super()._past(layer)[self.slots] = kept.to(self.rows.dtype)
         super()._keep(layer, kept)
 
     def next(self) -> Tensor:

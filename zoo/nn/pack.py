@@ -16,6 +16,7 @@ from zoo.nn.deferred import Deferred
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.narrow import NarrowEmbedding, NarrowLayer, NarrowTables, dtype_of, widened
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU, PackedLinear, TiedRows, can_be_packed, has_16_bits
+from zoo.nn.window_attention import GeluMLP, WindowLayer
 
 LEAST_BYTES = 64 << 10  # smaller matrices take little of a step, unless their stack is one operator
 KEPT = ("head", "flow")  # in the names of heads and renderers, which are never rounded
@@ -97,9 +98,9 @@ def is_in_stack(model: nn.Module, path: str) -> bool:
     with oneDNN's products."""
     above = path.rpartition(".")[0]
     parents = [model.get_submodule(name) for name in (above, above.rpartition(".")[0])]
-    if isinstance(parents[0], SwiGLU):
+    if isinstance(parents[0], SwiGLU | GeluMLP):
         parents = parents[1:]
-    return isinstance(parents[0], PreNormBlock) and parents[0].is_stacked
+    return isinstance(parents[0], PreNormBlock | WindowLayer) and parents[0].is_stacked
 
 
 def packed(

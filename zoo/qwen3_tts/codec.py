@@ -6,8 +6,7 @@ depend on how the frames are split into calls.
                                          12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
 
 Every layer is causal. The state of a stream is one row of `state_size` values: the ends of the layers' inputs
-and the last 71 keys and values. A new stream starts with zeros; each call takes the row and returns the next
-one.
+and the last 71 keys and values. A new stream starts with zeros.
 Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming there
 (300 frames with 25 of context) is an approximation.
 """
@@ -38,7 +37,7 @@ from zoo.nn.residual import (
 from zoo.nn.rope import rope_table
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
-from zoo.nn.window_attention import WindowLayer, window_mask
+from zoo.nn.window_attention import WindowLayer, run_window
 from zoo.qwen3_tts.config import qwen3_stack
 from zoo.qwen3_tts.encoder import CODEC_FILE, EncoderConfig
 
@@ -97,7 +96,7 @@ class Transformer(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         stack = config.transformer
-        self.config, self.window = stack, config.window
+        self.config = stack
         self.input = nn.Linear(config.latent, stack.hidden)
         norm = partial(RMSNorm, stack.hidden, stack.eps)
         sizes = stack.hidden, stack.heads, stack.head_dim, config.window
@@ -108,12 +107,8 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
-        cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        seen = window_mask(start, x.shape[1], self.window)  # [B, F, window - 1 + F]
-        x = self.input(x)
-        for layer in self.layers:
-            x = layer(x, cos[:, :, None], sin[:, :, None], seen[:, None], state)
-        return self.output(self.norm(x))
+        rotary = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
+        return self.output(run_window(self.layers, self.norm, self.input(x), rotary, start, state))
 
 
 class Upsample(nn.Module):
@@ -181,15 +176,13 @@ class Decoder(nn.Module):
             if isinstance(module, SnakeBeta | SplitVQ):
                 module.prepare()
 
-    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] in [-1, 1] and the next rows.
+    def forward(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
+        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
 
-        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
-        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
-        others.
+        start [B]: frames decoded in earlier calls. state: of these streams, zeros for a new one, and how many
+        of the F frames are valid; ignore the samples of the others.
         """
-        state = CodecState(self.layout, rows, codes.shape[1], count)
-        return self._speak(self._read(codes, start, state), state), state.next()
+        return self._speak(self._read(codes, start, state), state)
 
     def prime(self, codes: Tensor) -> Tensor:
         """Return the states [B, state_size] of streams that have already spoken codes [B, F, K].

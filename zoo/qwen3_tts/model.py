@@ -22,6 +22,7 @@ from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.nn import mimi_encoder
 from zoo.nn.blocked_stack import run_blocks
+from zoo.nn.conv import slots_state
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
@@ -276,11 +277,11 @@ class Qwen3TTS(Family[Qwen3State]):
         self.codec.decoder.to_rows(dtype)
 
     def render(self, state: Qwen3State, view: View) -> tuple[Tensor, Tensor]:
-        start = state.num_prompt_frames[view.slots] + view.start  # frames that the codec has decoded
-        samples, after = self.codec.decoder(
-            state.window(view), state.codec_state[view.slots], start, view.count
-        )
-        state.codec_state[view.slots] = after
+        rows, slots, decoder = state.codec_state, view.slots, self.codec.decoder
+        start = state.num_prompt_frames[slots] + view.start  # frames that the codec has decoded
+        past = slots_state(decoder.layout, rows, slots, view.frames, view.count)
+        samples = decoder(state.window(view), start, past)
+        past.store(rows, slots)
         return samples.float(), view.count * self.spec.frame_samples
 
 

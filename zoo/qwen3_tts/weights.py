@@ -66,7 +66,7 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     for i in range(decoder.transformer.layers):
         theirs, ours = f"decoder.pre_transformer.layers.{i}", f"decoder.transformer.layers.{i}"
         table |= layer_names(theirs, ours) | gate_up(theirs, ours)
-        table[f"{theirs}.input_layernorm.weight"] = f"{ours}.attention_norm.weight"
+        table[f"{theirs}.input_layernorm.weight"] = f"{ours}.norm.weight"
         table[f"{theirs}.post_attention_layernorm.weight"] = f"{ours}.mlp_norm.weight"
         table[f"{theirs}.mlp.down_proj.weight"] = f"{ours}.mlp.down.weight"
     for i in range(len(decoder.ratios)):

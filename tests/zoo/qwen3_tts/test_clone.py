@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import Clock, directory, family, serve, write
+from one_pass import decode
 
 import zoo
 from compile_cache.strategy import Whole
@@ -380,7 +381,8 @@ def test_priming_leaves_the_state_that_decoding_leaves(frames):
     decoder = family("qwen3_tts", "float64", "tiny-base").codec.decoder
     codes = torch.randint(64, (2, frames, 16), generator=torch.Generator().manual_seed(frames))
     none = torch.zeros(2, dtype=torch.int64)
-    _, past = decoder(codes, torch.zeros(2, decoder.state_size, dtype=torch.float64), none, none + frames)
+    zeros = torch.zeros(2, decoder.state_size, dtype=torch.float64)
+    _, past = decode(decoder, codes, zeros, none, none + frames)
     torch.testing.assert_close(decoder.prime(codes), past, rtol=0, atol=1e-11)
 
 
@@ -418,7 +420,7 @@ def test_continuing_a_reference_is_exact_for_any_window(sizes):
     for row, before in ((0, codes), (1, codes[:0])):
         whole = torch.cat((before, tape[row]))[None]
         past = torch.zeros(1, exact.codec.decoder.state_size, dtype=torch.float64)
-        samples, _ = exact.codec.decoder(whole, past, none, none + whole.shape[1])
+        samples, _ = decode(exact.codec.decoder, whole, past, none, none + whole.shape[1])
         torch.testing.assert_close(heard[row], samples[0, 1920 * len(before) :].float(), rtol=0, atol=1e-6)
 
 

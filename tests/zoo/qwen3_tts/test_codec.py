@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from one_pass import decode
 from torch._dynamo.decorators import mark_unbacked
 
 from zoo.checkpoint.loading import load, published
@@ -58,7 +59,7 @@ def fresh(decoder, batch):
 
 def one_shot(decoder, codes):
     past, start = fresh(decoder, codes.shape[0])
-    return decoder(codes, past, start, torch.full_like(start, codes.shape[1]))[0]
+    return decode(decoder, codes, past, start, torch.full_like(start, codes.shape[1]))[0]
 
 
 def test_names_and_shapes_are_the_published_ones():
@@ -101,7 +102,7 @@ def test_streamed_equals_one_shot(codec, shapes):
             part = random_codes(3, frames, 16)
             for b in range(3):
                 part[b, : count[b]] = codes[b, start[b] : start[b] + count[b]]
-            samples, past = decoder(part, past, start, count)
+            samples, past = decode(decoder, part, past, start, count)
             for b in range(3):
                 parts[b].append(samples[b, : count[b] * decoder.config.frame_samples])
             start, calls = start + count, calls + 1
@@ -112,7 +113,7 @@ def test_streamed_equals_one_shot(codec, shapes):
 def test_a_call_without_valid_frames_leaves_the_state_unchanged(codec):
     torch.manual_seed(2)
     past = torch.randn(2, codec.decoder.state_size, dtype=torch.float64)
-    _, after = codec.decoder(random_codes(2, 4, 16), past, torch.tensor([9, 3]), torch.tensor([0, 2]))
+    _, after = decode(codec.decoder, random_codes(2, 4, 16), past, torch.tensor([9, 3]), torch.tensor([0, 2]))
     assert torch.equal(after[0], past[0]) and not torch.equal(after[1], past[1])
 
 
@@ -140,7 +141,7 @@ def test_decoder_masks_the_zeros_before_a_stream(codec):
     decoder = codec.decoder
     codes = random_codes(1, 1, 16).expand(2, -1, -1)
     past, _ = fresh(decoder, 2)
-    samples, _ = decoder(codes, past, torch.tensor([0, 5]), torch.tensor([1, 1]))
+    samples, _ = decode(decoder, codes, past, torch.tensor([0, 5]), torch.tensor([1, 1]))
     assert (samples[0] - samples[1]).abs().max() > 1e-4
 
 
@@ -152,7 +153,7 @@ def test_one_graph_for_every_batch_size(codec):
         past = torch.randn(batch, decoder.state_size, dtype=torch.float64)
         return random_codes(batch, 4, 16), past, torch.arange(batch), torch.arange(batch) % 5
 
-    compiled = torch.compile(decoder, fullgraph=True, backend="eager")
+    compiled = torch.compile(partial(decode, decoder), fullgraph=True, backend="eager")
     first = arguments(3)
     for tensor in first:
         mark_unbacked(tensor, 0, shape_id="batch")
@@ -160,7 +161,7 @@ def test_one_graph_for_every_batch_size(codec):
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch in (1, 2, 7):
             values = arguments(batch)
-            for ours, plain in zip(compiled(*values), decoder(*values), strict=True):
+            for ours, plain in zip(compiled(*values), decode(decoder, *values), strict=True):
                 torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
 
 
