@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zoo.kernels.cpu import (
     ELU,
+    Past,
     Pointwise,
     Wave,
     attend_stretch,
@@ -38,6 +39,7 @@ from zoo.kernels.operator import cpp_operator, plain
 
 __all__ = [
     "ELU",
+    "Past",
     "Pointwise",
     "Wave",
     "attend_stretch",

@@ -81,9 +81,9 @@ def build() -> None:
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 13 + [c_bool] * 3 + [c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 15 + [c_int64] * 13 + [c_bool] * 3 + [c_int]
     library.group_norm_mish_of_rows.argtypes = [c_void_p] * 5 + [c_int64] * 4 + [c_float, c_int]
-    library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
+    library.depthwise_unit_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 7 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
@@ -298,6 +298,7 @@ def has_nine(filters: Tensor, taps: int) -> bool:
 ELU: Final = "elu"
 # what a convolution's input goes through: a snake, by frequency and gain of each channel; ELU; or nothing
 Wave = tuple[Tensor, Tensor] | Literal["elu"] | None
+Pointers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,16 @@ class Pointwise:
     wave: Wave
 
 
+@dataclass(frozen=True)
+class Past:
+    """What stands before the activated inputs of streams: the pasts of all slots. A kernel reads those of `slots`
+    and replaces them by the ends of the activated inputs."""
+
+    rows: Tensor  # [S, P, C]; the positions of a slot are contiguous
+    slots: Tensor  # [B]
+    valid: Tensor  # [B]: how many positions of an input are not padding
+
+
 def convolve_snake(
     x: Tensor,
     wave: Wave,
@@ -318,7 +329,7 @@ def convolve_snake(
     dilation: int,
     mask: Tensor | None = None,
     residual: Tensor | None = None,
-    past: Tensor | None = None,
+    past: Tensor | Past | None = None,
     then: Pointwise | None = None,
     padding: int = 0,
 ) -> Tensor:
@@ -327,20 +338,19 @@ def convolve_snake(
 
     wave: the activation. filters: `nine_filters` or `panels` of the weight. bias [D].
     mask [B, P + N] bool: where the activated x is replaced by zero. residual: added last, in the result's
-    shape. past [B, C, P]: stands before the activated x. then: applied to the convolution's output. padding:
+    shape. past, or [B, C, P]: stands before the activated x. then: applied to the convolution's output. padding:
     positions of zeros before and behind the activated x, instead of a past.
     """
     assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
     (batch, channels, num), out_channels = x.shape, len(bias)
     assert past is None or not padding
-    before = padding if past is None else past.shape[2]
+    before, old, old_step = _past(past, batch, channels)
+    before = before or padding
     length = before + num + padding - (taps - 1) * dilation
     assert filters.is_contiguous() and filters.shape[2] == channels and length > 0
     frequency, gain = _snake(wave, channels)
     x, x_step = _rows(x)
     more, more_step = (None, 0) if residual is None else _rows(residual)
-    old, old_step = (None, 0) if past is None else _rows(past)
-    assert old is None or (old.dtype == torch.float32 and old.shape[::2] == (batch, channels))
     width = out_channels if then is None else len(then.bias)
     assert more is None or more.shape == (batch, length, width)
     assert mask is None or (
@@ -349,7 +359,7 @@ def convolve_snake(
     assert then is None or then.panels.shape[2] == out_channels
     out = x.new_empty(batch, length, width)
     pointwise = (None,) * 4 if then is None else (then.panels, then.bias, *_snake(then.wave, out_channels))
-    tensors = old, x, filters, bias, frequency, gain, mask, *pointwise, more, out
+    tensors = *old, x, filters, bias, frequency, gain, mask, *pointwise, more, out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
     sizes = batch, before, num, length, channels, out_channels, width, taps, dilation
@@ -364,25 +374,25 @@ def depthwise_unit(
     taps: Tensor,
     bias: Tensor,
     dilation: int,
-    past: Tensor | None,
+    past: Tensor | Past | None,
     then: Pointwise,
 ) -> Tensor:
     """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`.
 
-    taps [kernel, C]; past [B, C, (kernel - 1) * dilation] stands before snake(x). Without it, the result lacks
-    half as many positions at each end of x.
+    taps [kernel, C]; past, of P = (kernel - 1) * dilation positions, or [B, C, P]: stands before snake(x). Without
+    it, the result lacks P / 2 positions at each end of x.
     """
     assert _library is not None and x.dtype == taps.dtype == bias.dtype == torch.float32
     (batch, channels, num), reach = x.shape, (len(taps) - 1) * dilation
     assert taps.is_contiguous() and taps.shape[1] == channels == len(then.bias) == then.panels.shape[2]
     x, x_step = _rows(x)
-    old, old_step = (None, 0) if past is None else _rows(past)
-    assert old is None or (old.dtype == torch.float32 and old.shape == (batch, reach, channels))
+    before, old, old_step = _past(past, batch, channels)
+    assert past is None or before == reach
     length = num if past is not None else num - reach
     assert length > 0 and then.wave not in (None, ELU), f"{num} positions, {reach} read, before {then.wave}"
     out = x.new_empty(batch, length, channels)
     snakes = _snake(wave, channels), _snake(then.wave, channels)
-    tensors = old, x, taps, bias, *snakes[0], then.panels, then.bias, *snakes[1], out
+    tensors = *old, x, taps, bias, *snakes[0], then.panels, then.bias, *snakes[1], out
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     sizes = batch, num, channels, len(taps), dilation, old_step, x_step
     _library.depthwise_unit_of_rows(*pointers, *sizes, torch.get_num_threads())
@@ -398,6 +408,23 @@ def _snake(wave: Wave, channels: int) -> tuple[Tensor, Tensor] | tuple[None, Non
         frequency.numel() == gain.numel() == channels and frequency.is_contiguous() and gain.is_contiguous()
     )
     return frequency, gain
+
+
+def _past(past: Tensor | Past | None, batch: int, channels: int) -> tuple[int, Pointers, int]:
+    """Return how many positions a past has, what the kernels read (the rows, the slots, and how much of an input is
+    valid), and the stride between streams or slots."""
+    if past is None:
+        return 0, (None, None, None), 0
+    if isinstance(past, Past):
+        rows, slots, valid = past.rows, past.slots.contiguous(), past.valid.contiguous()
+        assert rows.stride()[1:] == (channels, 1) and len(slots) == len(valid) == batch
+        found: Pointers = rows, slots, valid
+    else:
+        rows, _ = _rows(past)
+        found = rows, None, None
+        assert len(rows) == batch
+    assert rows.dtype == torch.float32 and rows.shape[2] == channels
+    return rows.shape[1], found, rows.stride(0)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:

@@ -132,22 +132,45 @@ struct Pointwise {
     }
 };
 
+// What stands before the inputs of streams: P rows of C numbers for each stream or, with `slots` [B], for each slot. The pasts of slots are then replaced
+// by the ends of the activated inputs, of which `valid` [B] rows are not padding.
+struct Past {
+    float* rows;
+    int64_t step;  // between streams or slots
+    const int64_t *slots, *valid;
+
+    float* of(int64_t b) const { return rows + (slots ? slots[b] : b) * step; }
+
+    // x [B, ..., C], `x_step` apart.
+    void replace(const float* x, int64_t x_step, const Activation& activation, int64_t B, int64_t P, int64_t C, int threads) const {
+        if (!rows || !slots) return;
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * P * C > SMALL)
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t i = 0; i < P && valid[b] > 0; i++) {  // slots of nobody may occur twice, and have nothing valid
+                const int64_t at = valid[b] - P + i;
+                if (at < 0) std::copy(of(b) + (at + P) * C, of(b) + (at + P + 1) * C, of(b) + i * C);
+                else activation.apply(x + b * x_step + at * C, of(b) + i * C, C);
+            }
+    }
+};
+
 // A convolution of x's activated rows, which are zero where the mask is false; then `then`, and the residual is added, if given. `past` stands before
-// them, unchanged; without it, P rows of zeros do. There are zeros behind x, too. past [B, P, C]; x [B, N, C]; mask [B, P + N]; residual and out [B, M,
-// D], or the width of `then` for D. The steps of past, x, mask and residual are their strides between streams.
+// them, unchanged; without it, P rows of zeros do. There are zeros behind x, too. x [B, N, C]; mask [B, P + N]; residual and out [B, M, D], or the width
+// of `then` for D. The steps of x, mask and residual are their strides between streams.
 struct SnakeConvolution {
-    const float *past, *x, *w, *bias;
+    Past past;
+    const float *x, *w, *bias;
     Activation activation;
     const bool* mask;
     Pointwise then;
     const float* residual;
     float* out;
-    int64_t B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step, residual_step;
+    int64_t B, P, N, M, C, D, taps, dilation, x_step, mask_step, residual_step;
 
     // Write a row of past, an activated row of x, or the zeros around them.
     void read(int64_t b, int64_t at, float* to) const {
-        if (at >= P + N || (at < P && !past) || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
-        else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
+        if (at >= P + N || (at < P && !past.rows) || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+        else if (at < P) std::copy(past.of(b) + at * C, past.of(b) + (at + 1) * C, to);
         else activation.apply(x + b * x_step + (at - P) * C, to, C);
     }
 
@@ -285,14 +308,15 @@ void convolve(const SnakeConvolution& c, bool has_nine, int threads) {
     for (int64_t tap = 0; tap < c.taps; tap++) places[tap] = has_nine ? nine.place(tap) : tap;
     if (has_nine && c.M >= LEAST_ROWS * c.dilation) convolve_by_nine(c, nine, order.data(), threads);
     else convolve_by_taps(c, {c.w, in_panel, c.taps, places.data()}, threads);
+    c.past.replace(c.x, c.x_step, c.activation, c.B, c.P, c.C, threads);
 }
 
 // A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged; without
-// it, the result lacks the positions at both ends of x. past [B, (taps - 1) * dilation, C]; x [B, N, C]; w [taps, C]; out [B, M, C]. The steps of past and
-// x are their strides between streams.
-void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, Activation activation, Pointwise then, float* out, int64_t B,
-                    int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
-    const int64_t reach = (taps - 1) * dilation, P = past ? reach : 0, M = N - reach + P, edge = past ? 0 : reach / 2;
+// it, the result lacks the positions at both ends of x. It has (taps - 1) * dilation rows; x [B, N, C], with streams `x_step` apart; w [taps, C]; out [B,
+// M, C].
+void depthwise_unit(const Past& past, const float* x, const float* w, const float* bias, Activation activation, Pointwise then, float* out, int64_t B,
+                    int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t x_step, int threads) {
+    const int64_t reach = (taps - 1) * dilation, P = past.rows ? reach : 0, M = N - reach + P, edge = past.rows ? 0 : reach / 2;
     const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, M / (4 * ROWS));
     const int64_t tiles = std::max((M + limit - 1) / limit, wanted), each = rounded_up((M + tiles - 1) / tiles, ROWS);
 #pragma omp parallel num_threads(threads)
@@ -305,7 +329,7 @@ void depthwise_unit(const float* past, const float* x, const float* w, const flo
             const float* own = x + b * x_step;
             for (int64_t i = 0; i < rows + reach; i++) {
                 const int64_t at = first + i - P;
-                const float* from = at < 0 ? past + b * past_step + (at + P) * C : own + at * C;
+                const float* from = at < 0 ? past.of(b) + (at + P) * C : own + at * C;
                 if (at < 0) std::copy(from, from + C, &signal[i * C]);
                 else activation.apply(from, &signal[i * C], C);
             }
@@ -328,6 +352,7 @@ void depthwise_unit(const float* past, const float* x, const float* w, const flo
             then.apply(between.data(), rows, C, C, added, place, sums.data());
         }
     }
+    past.replace(x, x_step, activation, B, P, C, threads);
 }
 
 }  // namespace
@@ -343,22 +368,22 @@ void snake_of_rows(const float* x, const float* frequency, const float* gain, fl
 }
 
 // See SnakeConvolution. `has_nine` says whether the weights are those of nine short filters.
-void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+void convolve_snake_of_rows(float* past, const int64_t* slots, const int64_t* valid, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
                             float* out, int64_t B, int64_t P, int64_t N, int64_t M, int64_t C, int64_t D, int64_t width2, int64_t taps, int64_t dilation,
                             int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, bool is_elu, bool is_elu2, bool has_nine,
                             int threads) {
     const Pointwise then{w2, bias2, {frequency2, gain2, is_elu2}, width2};
-    convolve({past, x, w, bias, {frequency, gain, is_elu}, mask, then, residual, out, B, P, N, M, C, D, taps, dilation, past_step, x_step, mask_step,
-              residual_step}, has_nine, threads);
+    convolve({{past, past_step, slots, valid}, x, w, bias, {frequency, gain, is_elu}, mask, then, residual, out, B, P, N, M, C, D, taps, dilation, x_step,
+              mask_step, residual_step}, has_nine, threads);
 }
 
 // See depthwise_unit.
-void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+void depthwise_unit_of_rows(float* past, const int64_t* slots, const int64_t* valid, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
                             int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
     const Pointwise then{w2, bias2, {frequency2, gain2, false}, C};
-    depthwise_unit(past, x, w, bias, {frequency, gain, false}, then, out, B, N, C, taps, dilation, past_step, x_step, threads);
+    depthwise_unit({past, past_step, slots, valid}, x, w, bias, {frequency, gain, false}, then, out, B, N, C, taps, dilation, x_step, threads);
 }
 
 // x and out [B, C, N], frequency and gain [C].

@@ -1,7 +1,7 @@
 """Causal convolutions that stream. A layer remembers the end of its input, and this state is an argument and
 a result.
 
-    a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, one place per layer
+    a stream's state [V] ┌ conv: 6 x C ┬ up: 1 x C ┬ layers.0: 71 x 2D ┬ ...   one row, one place per layer
                          └─────────────┴───────────┴───────────────────┴ ...
 
 Places are assigned by layer name when a decoder is built, so the order in which its layers run does not
@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.nn import row_convolution
 
 
@@ -32,13 +33,13 @@ class Stateful(nn.Module):
     def __init__(self, channels: int, length: int, dim: int = 2):
         super().__init__()
         self.state_length, self.state_dim = length, dim
-        self.state_shape = (length, channels) if dim == 1 else (channels, length)
+        self.state_shape = length, channels
 
     @property
     def state_size(self) -> int:
         """The number of values in a stream's row."""
-        rows, columns = self.state_shape
-        return rows * columns
+        length, channels = self.state_shape
+        return length * channels
 
 
 class StateLayout:
@@ -80,9 +81,9 @@ class CodecState:
         if layer.state_dim == 1:
             return self._extend_rows(layer, x, kept)
         past = self._past(layer).to(x.dtype)
-        whole = torch.cat((past.mT, x.mT), 1).mT if is_turned(x) else torch.cat((past, x), 2)
+        whole = torch.cat((past, x.mT), 1).mT if is_turned(x) else torch.cat((past.mT, x), 2)
         index = self._last_valid(layer, x)
-        self._keep(layer, whole.gather(2, index[:, None].expand(-1, *layer.state_shape)))
+        self._keep(layer, whole.gather(2, index[:, None].expand(-1, x.shape[1], -1)).mT)
         return whole
 
     def _extend_rows(self, layer: Stateful, x: Tensor, kept: Tensor | None) -> Tensor:
@@ -115,10 +116,10 @@ class CodecState:
         """Store the layer's past [B, *state_shape] of the next pass."""
         self.kept[str(layer.state_name)] = kept.flatten(1).to(self.rows.dtype)
 
-    def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
+    def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor | kernels.Past:
         """Return the layer's past [B, C, length], and keep the end of before(x), x [B, C, N], for the next
-        pass. `extend` with before(x) keeps the same, but computes all of it."""
-        channels, length = layer.state_shape
+        pass. `extend` with before(x) keeps the same, but computes all of it. A kernel of ours reads the past."""
+        length, channels = layer.state_shape
         assert layer.state_dim == 2, f"{layer.state_name!r} has its positions in dimension {layer.state_dim}"
         self._check(layer)
         past = self._past(layer)
@@ -127,9 +128,9 @@ class CodecState:
         index = valid[:, None] - length + torch.arange(length, device=x.device)
         stream = torch.arange(len(x), device=x.device)[:, None] * x.shape[2]
         ends = F.embedding(stream + index.clamp(min=0), x.mT.reshape(-1, channels)).mT  # [B, C, length]
-        old = (index + length).clamp(max=length - 1)[:, None].expand(-1, channels, -1)
-        self._keep(layer, torch.where(index[:, None] < 0, past.gather(2, old), before(ends)))
-        return past
+        old = (index + length).clamp(max=length - 1)[..., None].expand(-1, -1, channels)
+        self._keep(layer, torch.where(index[..., None] < 0, past.gather(1, old), before(ends).mT))
+        return past.mT
 
     def _check_all(self) -> None:
         missing = [name for name in self.layout.places if name not in self.kept]
@@ -163,6 +164,12 @@ class SlotsState(CodecState):
         self._check(layer)
         self.kept[str(layer.state_name)] = self.rows
         return self.layout.places[str(layer.state_name)].start
+
+    def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor | kernels.Past:
+        self.changed_in_place(layer)
+        return kernels.Past(
+            super()._past(layer), self.slots, self.count * (x.shape[layer.state_dim] // self.frames)
+        )
 
     def _past(self, layer: Stateful) -> Tensor:
         return super()._past(layer)[self.slots]

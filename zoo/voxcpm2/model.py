@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
+from zoo.nn.conv import slots_state
 from zoo.nn.keys import prefix_key
 from zoo.nn.narrow import dtype_of
 from zoo.nn.sampling import normal
@@ -223,9 +224,10 @@ class VoxCPM2(Family[VoxState]):
         self.vae.decoder.to_rows(dtype)
 
     def render(self, state: VoxState, view: View) -> tuple[Tensor, Tensor]:
-        latents = state.window(view).flatten(1, 2).mT.to(state.codec_state.dtype)  # [B, D, F * P]
-        samples, after = self.vae.decoder(latents, state.codec_state[view.slots], view.count, view.frames)
-        state.codec_state[view.slots] = after
+        rows, slots, decoder = state.codec_state, view.slots, self.vae.decoder
+        past = slots_state(decoder.layout, rows, slots, view.frames, view.count)
+        samples = decoder(state.window(view).flatten(1, 2).mT.to(rows.dtype), past)  # of [B, D, F * P]
+        past.store(rows, slots)
         return samples.float(), view.count * self.spec.frame_samples
 
 

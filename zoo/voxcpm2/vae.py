@@ -5,7 +5,7 @@ not depend on how the frames are split into calls. The encoder turns reference a
                         2048  1024  512  256  128   64   32  channels
 
 Every layer is causal. The decoder's state for a stream, the ends of its layers' inputs, is one row of
-`state_size` values, passed in and out of each call. It is zeros for a new stream. Source: OpenBMB/VoxCPM,
+`state_size` values, zeros for a new stream. Source: OpenBMB/VoxCPM,
 modules/audiovae/audio_vae_v2.py.
 """
 
@@ -102,19 +102,17 @@ class Decoder(nn.Module):
         last convolution, a stream's state and all layers before stay in fp32."""
         to_rows((self.widen, self.blocks), dtype)
 
-    def forward(self, latents: Tensor, rows: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-        """Return samples in [-1, 1] and the rows for the next call.
+    def forward(self, latents: Tensor, state: CodecState) -> Tensor:
+        """Decode latents [B, D, N], N a multiple of the pass's frames, to samples in [-1, 1].
 
-        latents [B, D, N], where N is a multiple of `frames`; rows [B, state_size]: zeros for a new stream;
-        count [B]: how many of the `frames` equal parts of N are valid (0 to all). Samples of invalid parts
-        are undefined.
+        state: of these streams, zeros for a new one, and how many frames are valid; ignore the samples of the
+        others.
         """
-        state = CodecState(self.layout, rows, frames, count)
         x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
             x = block(x, state)
         x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
-        return x.squeeze(1).tanh(), state.next()
+        return x.squeeze(1).tanh()
 
     def prime(self, latents: Tensor) -> Tensor:
         """Return the rows [B, state_size] of streams that have decoded latents [B, D, F].
@@ -124,7 +122,9 @@ class Decoder(nn.Module):
         latents = latents[:, :, -self.reach :]
         batch, _, frames = latents.shape
         count = torch.full((batch,), frames, device=latents.device)
-        return self(latents, latents.new_zeros(batch, self.state_size), count, frames)[1]
+        state = CodecState(self.layout, latents.new_zeros(batch, self.state_size), frames, count)
+        self(latents, state)
+        return state.next()
 
 
 class EncoderConv(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zoo
 from serving.tools.requests import every_request
 from zoo import kernels
-from zoo.nn.conv import CodecState, StateLayout
+from zoo.nn.conv import CodecState, StateLayout, slots_state
 from zoo.nn.residual import (
     Elu,
     SnakeConv1d,
@@ -167,6 +167,25 @@ def test_padding_and_ended_streams_are_not_remembered():
         part(x, states[1])
     torch.testing.assert_close(states[0].next(), states[1].next(), rtol=1e-4, atol=1e-4)
     assert torch.equal(states[0].next()[0], rows[0])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@torch.inference_mode()
+def test_the_kernels_change_the_pasts_of_slots_in_place(threads, monkeypatch):
+    """To the bytes of rows that are copied out and back. The last two rows are padding, of the slot of nobody."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    part, x = Part(32, Snake), heard(32, 5)
+    ours = torch.randn(6, part.layout.size, generator=torch.Generator().manual_seed(2))
+    theirs, slots, count = ours.clone(), torch.tensor([4, 0, 2, 5, 5]), torch.tensor([2, 1, FRAMES, 0, 0])
+    for _ in range(3):
+        state, copied = (
+            slots_state(part.layout, ours, slots, FRAMES, count),
+            CodecState(part.layout, theirs[slots], FRAMES, count),
+        )
+        assert torch.equal(part(x, state), part(x, copied))
+        state.store(ours, slots)
+        copied.store(theirs, slots)
+        assert torch.equal(ours, theirs)
 
 
 def test_the_kernel_is_used_for_float32_on_a_cpu():

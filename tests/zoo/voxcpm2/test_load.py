@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import directory, family
+from one_pass import decode_latents
 from safetensors.torch import load_file, save_file
 
 import zoo
@@ -50,7 +51,7 @@ def vae_tensors() -> dict[str, torch.Tensor]:
 
 def sounds(path: Path) -> torch.Tensor:
     latents, decoder = torch.linspace(-2, 2, 64).view(1, 8, 8), zoo.load(path, "cpu").vae.decoder
-    return decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([2]), 2)[0]
+    return decode_latents(decoder, latents, 2)[0]
 
 
 # valid directories

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import Clock, family, serve
+from one_pass import decode_latents
 from torch import Tensor
 
 import zoo
@@ -248,12 +249,7 @@ def test_streamed_equals_one_shot_over_a_minute():
     heard = torch.cat(pieces)
     assert state.tape.dtype == torch.float32 and heard.shape == (patches * 480,)
     with torch.inference_mode():
-        rounded, end = decoder(
-            latents.float().double(),
-            latents.new_zeros(1, decoder.state_size),
-            torch.tensor([patches]),
-            patches,
-        )
+        rounded, end = decode_latents(decoder, latents.float().double(), patches)
     torch.testing.assert_close(heard, rounded[0].float(), rtol=0, atol=1e-6)
     torch.testing.assert_close(state.codec_state[0], end[0], rtol=0, atol=1e-10)
 
@@ -263,7 +259,7 @@ def test_priming_needs_only_the_last_frames():
     decoder = OURS.vae.decoder
     latents, reach = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0)), decoder.reach
     assert reach == 33  # 20 with the published rates
-    _, past = decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([100]), 100)
+    _, past = decode_latents(decoder, latents, 100)
     torch.testing.assert_close(decoder.prime(latents)[0], past[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(decoder.prime(latents[:, :, -reach:])[0], past[0], rtol=0, atol=1e-6)
     # other servers decode over a window of 12 frames, which is too short
@@ -280,9 +276,6 @@ def test_the_vae_is_in_float32_for_every_model_dtype():
         speech.samples
     ).all()
     latents = speech.frames.float().flatten(0, 1).T[None]
-    count = torch.tensor([len(speech.frames)])
     with torch.inference_mode():
-        heard, _ = small.vae.decoder(
-            latents, torch.zeros(1, small.vae.decoder.state_size), count, len(speech.frames)
-        )
+        heard, _ = decode_latents(small.vae.decoder, latents, len(speech.frames))
     assert torch.equal(heard[0], speech.samples)
