@@ -16,10 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.conv import CausalConvTranspose1d, CodecState, StateLayout
 from zoo.nn.mimi import RESAMPLE, MimiConfig
 from zoo.nn.residual import (
     Elu,
+    Same,
     SnakeConv1d,
     SnakeConvTranspose1d,
     convolve_snake,
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
         mlps = (GeluMLP(hidden, config.inner) for _ in range(config.layers))
         self.layers = nn.ModuleList(WindowLayer(*sizes, norm, mlp) for mlp in mlps)
         widest = filters << len(rates)
-        self.stem = CausalConv1d(hidden, widest, config.kernel)
+        self.stem = SnakeConv1d(hidden, widest, config.kernel)
         self.blocks = nn.ModuleList(Block(widest >> i, rate, config) for i, rate in enumerate(rates))
         self.tail = SnakeConv1d(filters, 1, config.last_kernel)
         self.layout = StateLayout(self)
@@ -104,7 +105,7 @@ class Decoder(nn.Module):
         """
         x = self.quantizer.decode(codes.clamp(max=self.config.codebook_size - 1))
         x = self._transform(self.upsample(x, state).mT, RESAMPLE * start, state).mT
-        x = self.stem(x, state)
+        x = convolve_snake(x, Same(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         return convolve_snake(x, ELU, self.tail, state).squeeze(1)

@@ -19,8 +19,15 @@ from torch.nn import functional as F
 from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, to_rows
-from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake
+from zoo.nn.conv import CodecState, StateLayout, to_rows
+from zoo.nn.residual import (
+    Same,
+    SnakeConv1d,
+    SnakeConvTranspose1d,
+    UpBlock,
+    convolve_snake,
+    upsample_snake,
+)
 from zoo.nn.snake import Snake
 
 
@@ -29,11 +36,11 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
-        self.up = CausalConvTranspose1d(channels, channels, ratio, ratio)
+        self.up = SnakeConvTranspose1d(channels, channels, ratio, ratio)
         self.block = ConvNeXt(channels)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return self.block(self.up(x, state), state)
+        return self.block(upsample_snake(x, Same(), self.up, state), state)
 
 
 class Block(UpBlock):
@@ -58,7 +65,7 @@ class Decoder(nn.Module):
         self.config = config
         self.post = Transformer(config.post)
         self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in reversed(config.ratios))
-        self.stem = CausalConv1d(config.latent, channels, KERNEL)
+        self.stem = SnakeConv1d(config.latent, channels, KERNEL)
         self.blocks = nn.ModuleList(Block(channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = Snake(last)
         self.tail = SnakeConv1d(last, 1, KERNEL)
@@ -89,7 +96,7 @@ class Decoder(nn.Module):
         x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
         for upsample in self.upsample:
             x = upsample(x, state)
-        x = self.stem(x, state)
+        x = convolve_snake(x, Same(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh()

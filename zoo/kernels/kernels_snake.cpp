@@ -69,13 +69,16 @@ struct Taps {
 // Multiply ROWS rows, whose `taps` read n numbers each, `step` apart, by V vectors of a panel b [in_panel, n, WIDTH] -> c. Unrolled, because otherwise
 // GCC keeps the sums in memory.
 template <int V>
-inline void product_of_panel(const float* a, int64_t stride, const Taps& taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c) {
+inline void product_of_panel(const float* const* rows, const Taps& taps, int64_t step, const float* b, int64_t n, float* c, int64_t stride_c) {
+    const float* a[ROWS];
     Vector sum[ROWS][V];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++) {
+        a[r] = rows[r];
 #pragma GCC unroll 4
         for (int j = 0; j < V; j++) sum[r][j] = spread(0);
-    for (int64_t k = 0; k < taps.count; k++, a += step) {
+    }
+    for (int64_t k = 0; k < taps.count; k++) {
         const float* weights = b + taps.places[k] * n * WIDTH;
         for (int64_t i = 0; i < n; i++, weights += WIDTH) {
             Vector columns[V];
@@ -83,11 +86,13 @@ inline void product_of_panel(const float* a, int64_t stride, const Taps& taps, i
             for (int j = 0; j < V; j++) columns[j] = load(weights + j * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-                const Vector x = spread(a[r * stride + i]);
+                const Vector x = spread(a[r][i]);
 #pragma GCC unroll 4
                 for (int j = 0; j < V; j++) sum[r][j] = multiply_add(sum[r][j], x, columns[j]);
             }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) a[r] += step;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -95,17 +100,19 @@ inline void product_of_panel(const float* a, int64_t stride, const Taps& taps, i
         for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
-// Multiply `num` rows by outputs first .. first + columns, `first` a multiple of WIDTH -> c [num up to a multiple of ROWS, columns up to a multiple of
-// WIDTH].
-inline void multiply_panels(const float* a, int64_t num, int64_t stride, const Taps& taps, int64_t step, int64_t first, int64_t n, float* c, int64_t stride_c,
+// Multiply `num` rows of n numbers, row(r), by outputs first .. first + columns, `first` a multiple of WIDTH -> c [num up to a multiple of ROWS, columns
+// up to a multiple of WIDTH].
+template <typename Row>
+inline void multiply_panels(const Row& row, int64_t num, const Taps& taps, int64_t step, int64_t first, int64_t n, float* c, int64_t stride_c,
                             int64_t columns) {
     for (int64_t j = 0; j < columns; j += WIDTH)
-        for (int64_t row = 0; row < num; row += ROWS) {
-            const float *from = a + row * stride, *panel = taps.w + (first + j) * taps.in_panel * n;
-            float* to = c + row * stride_c + j;
-            if (columns - j > WIDTH / 2) product_of_panel<VECTORS>(from, stride, taps, step, panel, n, to, stride_c);
-            else if (VECTORS < 4 || columns - j > WIDTH / 4) product_of_panel<VECTORS / 2>(from, stride, taps, step, panel, n, to, stride_c);
-            else product_of_panel<(VECTORS + 3) / 4>(from, stride, taps, step, panel, n, to, stride_c);
+        for (int64_t begin = 0; begin < num; begin += ROWS) {
+            const float *rows[ROWS], *panel = taps.w + (first + j) * taps.in_panel * n;
+            for (int r = 0; r < ROWS; r++) rows[r] = row(std::min(begin + r, num - 1));
+            float* to = c + begin * stride_c + j;
+            if (columns - j > WIDTH / 2) product_of_panel<VECTORS>(rows, taps, step, panel, n, to, stride_c);
+            else if (VECTORS < 4 || columns - j > WIDTH / 4) product_of_panel<VECTORS / 2>(rows, taps, step, panel, n, to, stride_c);
+            else product_of_panel<(VECTORS + 3) / 4>(rows, taps, step, panel, n, to, stride_c);
         }
 }
 
@@ -122,7 +129,7 @@ struct Pointwise {
         const int64_t place = 0;
         for (int64_t d = 0; d < width; d += COLUMNS) {
             const int64_t columns = std::min<int64_t>(COLUMNS, width - d);
-            multiply_panels(x, num, stride, {w, 1, 1, &place}, 0, d, D, room, COLUMNS, columns);
+            multiply_panels([&](int64_t r) { return x + r * stride; }, num, {w, 1, 1, &place}, 0, d, D, room, COLUMNS, columns);
             for (int64_t r = 0; r < num; r++) {
                 const float *sum = room + r * COLUMNS, *more = residual(r);
                 float* y = to(r) + d;
@@ -179,35 +186,42 @@ struct SnakeConvolution {
     const float* added(int64_t b, int64_t row) const { return residual ? residual + b * residual_step + row * width() : nullptr; }
 };
 
-// Convolve tap by tap.
+// Convolve tap by tap. The rows of all streams are computed as one list, so that short signals of many streams share what is read of the weights.
 void convolve_by_taps(const SnakeConvolution& c, const Taps& taps, int threads) {
-    const int64_t B = c.B, M = c.M, C = c.C, D = c.D, reach = (c.taps - 1) * c.dilation, wide = rounded_up(D, WIDTH);
+    const int64_t M = c.M, C = c.C, D = c.D, all = c.B * M, reach = (c.taps - 1) * c.dilation, wide = rounded_up(D, WIDTH);
     // The weights are read once per tile, and its rows stay in a core's cache. Each thread gets a tile, or a part of the outputs.
     const int64_t largest = rounded_up(std::max<int64_t>((3 << 12) / C, 96), ROWS);
-    int64_t tiles = (M + largest - 1) / largest, parts = 1;
-    const int64_t more = (threads + B * tiles - 1) / (B * tiles);
-    if (c.then.w) tiles = std::min(tiles * more, (M + ROWS - 1) / ROWS);
+    int64_t tiles = (all + largest - 1) / largest, parts = 1;
+    if (tiles > 1) tiles = rounded_up(tiles, threads);  // all threads end at the same time
+    const int64_t more = (threads + tiles - 1) / tiles, blocks = (all + ROWS - 1) / ROWS;
+    if (c.then.w) tiles = std::min(tiles * more, blocks);
     else parts = std::min(more, (D + COLUMNS - 1) / COLUMNS);
-    const int64_t each = rounded_up((M + tiles - 1) / tiles, ROWS), share = rounded_up((D + parts - 1) / parts, COLUMNS);
+    const int64_t each = (blocks + tiles - 1) / tiles * ROWS, share = rounded_up((D + parts - 1) / parts, COLUMNS);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> signal((each + reach) * C), sums(each * wide), room(c.then.w ? each * COLUMNS : 0);
+        std::vector<float> signal((each + (each / M + 2) * reach) * C), sums(each * wide), room(c.then.w ? each * COLUMNS : 0);
+        std::vector<const float*> starts(each);  // where a row's first tap lies
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < B * tiles * parts; item++) {
-            const int64_t b = item / (tiles * parts), first = item / parts % tiles * each, rows = std::min(each, M - first);
-            const int64_t begin = item % parts * share, end = std::min(D, begin + share);
+        for (int64_t item = 0; item < tiles * parts; item++) {
+            const int64_t tile = item / parts, begin = item % parts * share, end = std::min(D, begin + share);
+            const int64_t first = tile * blocks / tiles * ROWS, rows = std::min(all, (tile + 1) * blocks / tiles * ROWS) - first;
             if (rows <= 0 || begin >= end) continue;
-            for (int64_t i = 0; i < rows + reach; i++) c.read(b, first + i, &signal[i * C]);
-            multiply_panels(signal.data(), rows, C, taps, c.dilation * C, begin, C, &sums[begin], wide, end - begin);
-            for (int64_t r = 0; r < rows; r++) {
-                float *sum = &sums[r * wide], *to = c.then.w ? sum : c.place(b, first + r);
-                const float* add = c.then.w ? nullptr : c.added(b, first + r);
-                for (int64_t j = begin; j < end; j++) to[j] = sum[j] + c.bias[j] + (add ? add[j] : 0);
+            float* to = signal.data();
+            for (int64_t r = 0; r < rows;) {  // a stream's rows
+                const int64_t b = (first + r) / M, at = (first + r) % M, num = std::min(rows - r, M - at);
+                for (int64_t i = 0; i < num; i++) starts[r + i] = to + i * C;
+                for (int64_t i = 0; i < num + reach; i++, to += C) c.read(b, at + i, to);
+                r += num;
             }
-            if (!c.then.w) continue;
-            const auto place = [&](int64_t r) { return c.place(b, first + r); };
-            const auto added = [&](int64_t r) { return c.added(b, first + r); };
-            c.then.apply(sums.data(), rows, wide, D, added, place, room.data());
+            multiply_panels([&](int64_t r) { return starts[r]; }, rows, taps, c.dilation * C, begin, C, &sums[begin], wide, end - begin);
+            const auto place = [&](int64_t r) { return c.place((first + r) / M, (first + r) % M); };
+            const auto added = [&](int64_t r) { return c.added((first + r) / M, (first + r) % M); };
+            for (int64_t r = 0; r < rows; r++) {
+                float *sum = &sums[r * wide], *result = c.then.w ? sum : place(r);
+                const float* add = c.then.w ? nullptr : added(r);
+                for (int64_t j = begin; j < end; j++) result[j] = sum[j] + c.bias[j] + (add ? add[j] : 0);
+            }
+            if (c.then.w) c.then.apply(sums.data(), rows, wide, D, added, place, room.data());
         }
     }
 }
@@ -233,47 +247,60 @@ struct Nine {
     int64_t place(int64_t tap) const { return begins[tap % 2 * 3 + tap % 4 / 2] + tap / 4; }
 };
 
-// Convolve by nine short filters. `order` counts all taps in a panel.
+// Convolve by nine short filters. `order` counts all taps in a panel. Rows first, first + dilation, ... of a stream are a phase: a signal without
+// dilation. The quarters of several short phases are one list of rows.
 void convolve_by_nine(const SnakeConvolution& c, const Nine& nine, const int64_t* order, int threads) {
     const int64_t B = c.B, M = c.M, C = c.C, D = c.D, dilation = c.dilation, longest_filter = nine.lengths[0];
-    // Rows of a tile, in quarters: its input stays in a core's cache, weights are read once per tile, and all threads have work.
-    const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
-    const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
-    const int64_t tiles = std::max((longest + limit - 1) / limit, wanted);
-    const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), most = rounded_up(each / 4 + 1, ROWS);
+    // Rows of a tile of a phase: its input stays in a core's cache, weights are read once per tile, and all threads have work.
+    const int64_t limit = std::max<int64_t>((1 << 12) / C, 6 * ROWS), longest = (M + dilation - 1) / dilation;
+    const int64_t wanted = (2 * threads + B - 1) / B;  // items of a stream
+    const int64_t tiles = std::max((longest + 4 * limit - 5) / (4 * limit - 4), std::min((wanted + dilation - 1) / dilation, longest / (4 * ROWS)));
+    const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), quarters = each / 4 + 1, held = quarters + longest_filter - 1;
+    const int64_t together = std::max<int64_t>(1, std::min({limit / quarters, tiles * dilation / wanted, dilation}));
+    const int64_t groups = (dilation + together - 1) / together, most = rounded_up(together * quarters, ROWS), part = most * COLUMNS;
+    const int64_t chunk = tiles >= wanted ? groups : 1;  // if there are enough tiles, one thread reads and writes all rows of one
 #pragma omp parallel num_threads(threads)
     {
-        const int64_t room = (most + longest_filter) * C;
-        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS), rows_between(c.then.w ? rounded_up(each, ROWS) * D : 0);
-        float* between = rows_between.data();
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < B * dilation * tiles; item++) {
-            // rows first, first + dilation, ... of a stream are a signal without dilation
-            const int64_t b = item / (dilation * tiles), first = item % dilation + item / dilation % tiles * each * dilation;
-            const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
-            if (rows <= 0) continue;
-            const int64_t quarters = num + longest_filter - 1, read = 4 * ((rows + 3) / 4 + longest_filter);  // set by the number of rows; some of it cancels out, except for rounding
-            for (int64_t i = 0; i < 4 * quarters; i++) {
-                float* to = &signals[i % 4 * room + i / 4 * C];
-                if (i < read) c.read(b, first + i * dilation, to);
-                else std::fill(to, to + C, 0.0f);
+        const int64_t room = together * held * C;
+        std::vector<float> signals(NINE * room), sums(NINE * part), rows_between(c.then.w ? together * each * D : 0);
+        std::vector<int64_t> targets(together * each);  // the rows that are computed
+        float *x0 = signals.data(), *between = rows_between.data();
+        float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t item = 0; item < B * tiles * groups; item++) {
+            const int64_t b = item / (tiles * groups), begin = item / groups % tiles * each * dilation + item % groups * together;
+            const int64_t phases = std::min(together, dilation - item % groups * together);
+            const auto rows_of = [&](int64_t p) { return std::max<int64_t>(0, std::min(each, (M - begin - p + dilation - 1) / dilation)); };
+            int64_t num = 0;
+            for (int64_t p = 0; p < phases; p++) {
+                const int64_t first = begin + p, rows = rows_of(p);
+                const int64_t read = rows ? 4 * ((rows + 3) / 4 + longest_filter) : 0;  // set by the number of rows; some of it cancels out, except for rounding
+                for (int64_t i = 0; i < 4 * held; i++) {
+                    float* to = x0 + i % 4 * room + (p * held + i / 4) * C;
+                    if (i < read) c.read(b, first + i * dilation, to);
+                    else std::fill(to, to + C, 0.0f);
+                }
+                for (int64_t r = 0; r < rows; r++) targets[num++] = first + r * dilation;
             }
-            float* x0 = signals.data();
-            float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
+            if (!num) continue;
 #pragma omp simd
-            for (int64_t i = 0; i < quarters * C; i++) {
+            for (int64_t i = 0; i < phases * held * C; i++) {
                 x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
                 all[i] = x01[i] + x23[i];
             }
-            const auto place = [&](int64_t r) { return c.place(b, first + r * dilation); };
-            const auto added = [&](int64_t r) { return c.added(b, first + r * dilation); };
+            const auto place = [&](int64_t r) { return c.place(b, targets[r]); };
+            const auto added = [&](int64_t r) { return c.added(b, targets[r]); };
             for (int64_t d = 0; d < D; d += COLUMNS) {
-                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
                 for (int k = 0; k < NINE; k++) {
-                    const Taps taps{c.w, nine.begins[NINE], nine.lengths[k], order + nine.begins[k]};
-                    multiply_panels(x0 + READS[k] * room, num, C, taps, C, d, C, &sums[k * part], COLUMNS, columns);
+                    const float* from = x0 + READS[k] * room;
+                    const auto row = [&](int64_t r) { return from + (r / quarters * held + r % quarters) * C; };
+                    multiply_panels(row, phases * quarters, {c.w, nine.begins[NINE], nine.lengths[k], order + nine.begins[k]}, C, d, C, &sums[k * part], COLUMNS,
+                                    columns);
                 }
-                for (int64_t q = 0; 4 * q < rows; q++) {
+                for (int64_t q = 0, done = 0; done < num; q++) {
+                    const int64_t rows = std::min<int64_t>(4, rows_of(q / quarters) - q % quarters * 4);
+                    if (rows <= 0) continue;  // the last quarter of a phase is only read for the one before
                     const float* s = &sums[q * COLUMNS];
                     float y[4][COLUMNS];
 #pragma omp simd
@@ -285,19 +312,19 @@ void convolve_by_nine(const SnakeConvolution& c, const Nine& nine, const int64_t
                         const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
                         y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
                     }
-                    for (int64_t r = 4 * q; r < std::min<int64_t>(4 * q + 4, rows); r++) {
-                        float* to = (c.then.w ? between + r * D : place(r)) + d;
-                        const float* more = c.then.w ? nullptr : added(r);
-                        for (int64_t j = 0; j < columns; j++) to[j] = y[r % 4][j] + c.bias[d + j] + (more ? more[d + j] : 0);
+                    for (int64_t r = 0; r < rows; r++, done++) {
+                        float* to = (c.then.w ? between + done * D : place(done)) + d;
+                        const float* more = c.then.w ? nullptr : added(done);
+                        for (int64_t j = 0; j < columns; j++) to[j] = y[r][j] + c.bias[d + j] + (more ? more[d + j] : 0);
                     }
                 }
             }
-            if (c.then.w) c.then.apply(between, rows, D, D, added, place, sums.data());
+            if (c.then.w) c.then.apply(between, num, D, D, added, place, sums.data());
         }
     }
 }
 
-constexpr int64_t LEAST_ROWS = 128;  // of a signal for which nine short filters are faster
+constexpr int64_t LEAST_ROWS = 40;  // of a signal for which nine short filters are faster
 
 // Convolve in the faster way. Weights that have nine filters have the taps of the whole one, too.
 void convolve(const SnakeConvolution& c, bool has_nine, int threads) {

@@ -98,6 +98,10 @@ class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
 
     is_in_rows = False
 
+    @property
+    def step(self) -> int:
+        return self.stride[0]
+
     def to_rows(self, dtype: torch.dtype) -> None:
         """Let `forward` read and return rows in `dtype`. The weight becomes that of a convolution."""
         taps = upsampling_taps(self.weight, self.stride[0])
@@ -122,8 +126,8 @@ def upsample(x: Tensor, snake: Activation, up: Upsampling) -> Tensor:
     """up(snake(x)): x [B, C, N] -> [B, Cout, (N - 1) rate]"""
     if not has_kernel(x, up):
         return up(snake(x))
-    [rate] = up.stride
-    return strides_apart(kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1), rate)
+    made = kernels.convolve_snake(x, snake.wave, up.filters, up.biases, up.taps, 1)
+    return strides_apart(made, up.step)
 
 
 class Block(nn.Module):

@@ -1,5 +1,6 @@
-"""Snakes or ELUs followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in
-residual units, before upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
+"""A codec's convolutions, in torch's operators and, on a CPU, in one kernel, which also has the snake or ELU before
+them. They occur in residual units, before upsamplings, and at both ends of a codec's decoder, and take most of
+the time of a window.
 
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
@@ -23,8 +24,6 @@ from zoo import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, strides_apart, upsampling_taps
 from zoo.nn.snake import Snake, SnakeBeta
 
-MOST_BYTES = 20 << 20  # nine filters of larger weights take longer than torch; tap by tap was not measured
-
 
 class ConvFilters:
     """Mixin for a convolution: its weight as the CPU's kernels read it."""
@@ -41,29 +40,51 @@ class ConvFilters:
 
 
 class UpsamplingFilters:
-    """Mixin for a transposed convolution after a snake whose kernel is two strides long. It equals a
-    convolution with two taps (the previous input and the current one) to `stride` times as many channels."""
+    """Mixin for a transposed convolution whose kernel is one or two strides long. It equals a convolution with as
+    many taps (the current input and the one before) to `stride` times as many channels."""
 
     weight: nn.Parameter  # [C, Cout, kernel]
     bias: nn.Parameter | None
 
+    @property
+    def step(self) -> int:
+        """The stride."""
+        raise NotImplementedError
+
+    @property
+    def taps(self) -> int:
+        return self.weight.shape[2] // self.step
+
     @cached_property
     def filters(self) -> Tensor:
-        return kernels.convolution_filters(upsampling_taps(self.weight, self.weight.shape[2] // 2))
+        return kernels.convolution_filters(upsampling_taps(self.weight, self.step))
 
     @cached_property
     def biases(self) -> Tensor:
         """[stride * Cout]"""
-        assert self.bias is not None, "an upsampling after a snake has a bias"
-        return self.bias.detach().repeat(self.weight.shape[2] // 2)
+        assert self.bias is not None, "an upsampling in the kernels has a bias"
+        return self.bias.detach().repeat(self.step)
 
 
 class SnakeConv1d(CausalConv1d, ConvFilters):
-    """A causal convolution after an activation."""
+    """A causal convolution, usually after an activation."""
 
 
 class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
-    """An upsampling after an activation."""
+    """An upsampling, usually after an activation."""
+
+    @property
+    def step(self) -> int:
+        return self.stride
+
+
+class Same:
+    """No activation."""
+
+    wave: kernels.Wave = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Elu:
@@ -76,7 +97,7 @@ class Elu:
 
 
 class Activation(Protocol):
-    """A snake or an ELU."""
+    """A snake, an ELU, or nothing."""
 
     @property
     def wave(self) -> kernels.Wave: ...
@@ -140,10 +161,9 @@ def upsample_snake(x: Tensor, snake: Activation, up: SnakeConvTranspose1d, state
     """up(snake(x)): x [B, C, N] -> [B, Cout, stride * N]"""
     if not has_kernel(x, up):
         return up(snake(x), state)
-    past = state.past(up, x, snake)
-    return strides_apart(
-        kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1, past=past), up.stride
-    )
+    past = state.past(up, x, snake) if up.state_length > 0 else None
+    made = kernels.convolve_snake(x, snake.wave, up.filters, up.biases, up.taps, 1, past=past)
+    return strides_apart(made, up.stride)
 
 
 def pointwise(snake: Activation, conv: ConvFilters) -> kernels.Pointwise:
@@ -165,7 +185,7 @@ def is_float(x: Tensor, conv: ConvFilters | UpsamplingFilters) -> bool:
 
 def has_filters(conv: ConvFilters | UpsamplingFilters) -> bool:
     """Return whether the kernels can be used for a convolution's weight at all."""
-    return conv.weight.dtype == torch.float32 and conv.weight.nbytes <= MOST_BYTES
+    return conv.weight.dtype == torch.float32
 
 
 class ResidualUnit(nn.Module):

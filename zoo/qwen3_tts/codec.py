@@ -24,15 +24,18 @@ from torch.nn import functional as F
 
 from zoo.checkpoint.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
 from zoo.checkpoint.stack import StackConfig
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach, to_rows
+from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach, to_rows
 from zoo.nn.linear import SwiGLU
 from zoo.nn.mimi_encoder import Encoder
 from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import (
     ResidualUnit,
+    Same,
     SnakeConv1d,
+    SnakeConvTranspose1d,
     UpBlock,
     convolve_snake,
+    upsample_snake,
 )
 from zoo.nn.rope import rope_table
 from zoo.nn.snake import SnakeBeta
@@ -116,7 +119,7 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
-        self.up = CausalConvTranspose1d(channels, channels, ratio, ratio)
+        self.up = SnakeConvTranspose1d(channels, channels, ratio, ratio)
         self.conv = CausalConv1d(channels, channels, KERNEL, groups=channels)
         self.norm = nn.LayerNorm(channels, eps=1e-6)
         self.widen = nn.Linear(channels, 4 * channels)
@@ -124,7 +127,7 @@ class Upsample(nn.Module):
         self.scale = nn.Parameter(torch.empty(channels))
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(x, state)
+        x = upsample_snake(x, Same(), self.up, state)
         y = self.norm(self.conv(x, state).mT)
         y = self.narrow(F.gelu(self.widen(y)))
         return x + (y * self.scale).mT
@@ -147,10 +150,10 @@ class Decoder(nn.Module):
         self.config = config
         width, last = config.codebook_width, config.channels >> len(config.rates)
         self.quantizer = SplitVQ(config.codebooks, config.codebooks, config.codebook_size, width // 2, width)
-        self.conv = CausalConv1d(width, config.latent, 3)
+        self.conv = SnakeConv1d(width, config.latent, 3)
         self.transformer = Transformer(config)
         self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in config.ratios)
-        self.stem = CausalConv1d(config.latent, config.channels, KERNEL)
+        self.stem = SnakeConv1d(config.latent, config.channels, KERNEL)
         self.blocks = nn.ModuleList(Block(config.channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = SnakeBeta(last)
         self.tail = SnakeConv1d(last, 1, KERNEL)
@@ -207,14 +210,14 @@ class Decoder(nn.Module):
 
     def _read(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """Return the latent [B, C, F] at the frame rate."""
-        x = self.conv(self.quantizer.decode(codes), state)
+        x = convolve_snake(self.quantizer.decode(codes), Same(), self.conv, state)
         return self.transformer(x.mT, start, state).mT
 
     def _speak(self, x: Tensor, state: CodecState) -> Tensor:
         """Return samples [B, F * frame_samples]."""
         for upsample in self.upsample:
             x = upsample(x, state)
-        x = self.stem(x, state)
+        x = convolve_snake(x, Same(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach, to_rows
-from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
+from zoo.nn.residual import Same, SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         super().__init__()
         width, last = config.decoder_width, config.decoder_width >> len(config.decoder_rates)
         self.conv = CausalConv1d(config.latent, config.latent, KERNEL, groups=config.latent)
-        self.widen = CausalConv1d(config.latent, width, 1)
+        self.widen = SnakeConv1d(config.latent, width, 1)
         self.blocks = nn.ModuleList(
             Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates)
         )
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         state: of these streams, zeros for a new one, and how many frames are valid; ignore the samples of the
         others.
         """
-        x = self.widen(self.conv(latents, state), state)
+        x = convolve_snake(self.conv(latents, state), Same(), self.widen, state)
         for block in self.blocks:
             x = block(x, state)
         x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
