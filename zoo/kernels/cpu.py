@@ -418,6 +418,7 @@ def _past(past: Tensor | Past | None, batch: int, channels: int) -> tuple[int, P
     if isinstance(past, Past):
         rows, slots, valid = past.rows, past.slots.contiguous(), past.valid.contiguous()
         assert rows.stride()[1:] == (channels, 1) and len(slots) == len(valid) == batch
+        assert slots.dtype == valid.dtype == torch.int64
         found: Pointers = rows, slots, valid
     else:
         rows, _ = _rows(past)

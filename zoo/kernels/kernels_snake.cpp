@@ -192,7 +192,7 @@ void convolve_by_taps(const SnakeConvolution& c, const Taps& taps, int threads) 
     // The weights are read once per tile, and its rows stay in a core's cache. Each thread gets a tile, or a part of the outputs.
     const int64_t largest = rounded_up(std::max<int64_t>((3 << 12) / C, 96), ROWS);
     int64_t tiles = (all + largest - 1) / largest, parts = 1;
-    if (tiles > 1) tiles = rounded_up(tiles, threads);  // all threads end at the same time
+    if (tiles > threads) tiles = rounded_up(tiles, threads);  // all threads end at the same time
     const int64_t more = (threads + tiles - 1) / tiles, blocks = (all + ROWS - 1) / ROWS;
     if (c.then.w) tiles = std::min(tiles * more, blocks);
     else parts = std::min(more, (D + COLUMNS - 1) / COLUMNS);
