@@ -145,18 +145,15 @@ def addresses_of(layer: PreNormBlock | WindowLayer) -> list[int]:
     inputs that share a scale, and its bits. An address is 0 if there is no tensor."""
     block: Any = layer
     first, last = mlp_of(layer)
-    width, inner, is_gated = (
-        block.norm.weight.numel(),
-        last.blocks.shape[1],
-        not isinstance(block.mlp, GeluMLP),
-    )
+    width, inner = block.norm.weight.numel(), last.blocks.shape[1]
+    is_gated = not isinstance(block.mlp, GeluMLP)
     if isinstance(layer, PreNormBlock):
         queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
         more: tuple[Tensor | None, ...] = (*layer.head_norms(), block.qkv.bias, None, None, None, None)
     else:
         queries = keys = block.heads * block.head_dim
         offsets = (getattr(norm, "bias", None) for norm in (block.norm, block.mlp_norm))
-        more = None, None, None, *offsets, block.attention_scale, block.mlp_scale
+        more = None, None, block.qkv.bias, *offsets, block.attention_scale, block.mlp_scale
     assert block.out.bias is first.bias is last.bias is None and block.qkv.num_columns == queries + 2 * keys
     assert first.num_columns == inner * (1 + is_gated)
     row = [address(vector) for vector in (block.norm.weight, block.mlp_norm.weight, *more)]
