@@ -20,7 +20,7 @@ from zoo.nn.conv import CausalConvTranspose1d, CodecState, StateLayout
 from zoo.nn.mimi import RESAMPLE, MimiConfig
 from zoo.nn.residual import (
     Elu,
-    Same,
+    Identity,
     SnakeConv1d,
     SnakeConvTranspose1d,
     convolve_snake,
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         """
         x = self.quantizer.decode(codes.clamp(max=self.config.codebook_size - 1))
         x = self._transform(self.upsample(x, state).mT, RESAMPLE * start, state).mT
-        x = convolve_snake(x, Same(), self.stem, state)
+        x = convolve_snake(x, Identity(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         return convolve_snake(x, ELU, self.tail, state).squeeze(1)

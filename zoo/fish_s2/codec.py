@@ -21,7 +21,7 @@ from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
 from zoo.nn.conv import CodecState, StateLayout, to_rows
 from zoo.nn.residual import (
-    Same,
+    Identity,
     SnakeConv1d,
     SnakeConvTranspose1d,
     UpBlock,
@@ -40,7 +40,7 @@ class Upsample(nn.Module):
         self.block = ConvNeXt(channels)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return self.block(upsample_snake(x, Same(), self.up, state), state)
+        return self.block(upsample_snake(x, Identity(), self.up, state), state)
 
 
 class Block(UpBlock):
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
         for upsample in self.upsample:
             x = upsample(x, state)
-        x = convolve_snake(x, Same(), self.stem, state)
+        x = convolve_snake(x, Identity(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh()

@@ -12,6 +12,7 @@ The kernel convolves tap by tap or, where a signal is long, by nine short filter
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Protocol
@@ -39,7 +40,7 @@ class ConvFilters:
         return kernels.convolution_filters(weight) if self.groups == 1 else weight[:, 0].T.contiguous()
 
 
-class UpsamplingFilters:
+class UpsamplingFilters(ABC):
     """Mixin for a transposed convolution whose kernel is one or two strides long. It equals a convolution with as
     many taps (the current input and the one before) to `stride` times as many channels."""
 
@@ -47,9 +48,9 @@ class UpsamplingFilters:
     bias: nn.Parameter | None
 
     @property
+    @abstractmethod
     def step(self) -> int:
         """The stride."""
-        raise NotImplementedError
 
     @property
     def taps(self) -> int:
@@ -78,7 +79,7 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
         return self.stride
 
 
-class Same:
+class Identity:
     """No activation."""
 
     wave: kernels.Wave = None

@@ -29,8 +29,8 @@ from zoo.nn.linear import SwiGLU
 from zoo.nn.mimi_encoder import Encoder
 from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import (
+    Identity,
     ResidualUnit,
-    Same,
     SnakeConv1d,
     SnakeConvTranspose1d,
     UpBlock,
@@ -127,7 +127,7 @@ class Upsample(nn.Module):
         self.scale = nn.Parameter(torch.empty(channels))
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = upsample_snake(x, Same(), self.up, state)
+        x = upsample_snake(x, Identity(), self.up, state)
         y = self.norm(self.conv(x, state).mT)
         y = self.narrow(F.gelu(self.widen(y)))
         return x + (y * self.scale).mT
@@ -210,14 +210,14 @@ class Decoder(nn.Module):
 
     def _read(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """Return the latent [B, C, F] at the frame rate."""
-        x = convolve_snake(self.quantizer.decode(codes), Same(), self.conv, state)
+        x = convolve_snake(self.quantizer.decode(codes), Identity(), self.conv, state)
         return self.transformer(x.mT, start, state).mT
 
     def _speak(self, x: Tensor, state: CodecState) -> Tensor:
         """Return samples [B, F * frame_samples]."""
         for upsample in self.upsample:
             x = upsample(x, state)
-        x = convolve_snake(x, Same(), self.stem, state)
+        x = convolve_snake(x, Identity(), self.stem, state)
         for block in self.blocks:
             x = block(x, state)
         x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach, to_rows
-from zoo.nn.residual import Same, SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
+from zoo.nn.residual import Identity, SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         state: of these streams, zeros for a new one, and how many frames are valid; ignore the samples of the
         others.
         """
-        x = convolve_snake(self.conv(latents, state), Same(), self.widen, state)
+        x = convolve_snake(self.conv(latents, state), Identity(), self.widen, state)
         for block in self.blocks:
             x = block(x, state)
         x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]

@@ -13,7 +13,7 @@ from zoo import kernels
 from zoo.nn.conv import CodecState, StateLayout, slots_state
 from zoo.nn.residual import (
     Elu,
-    Same,
+    Identity,
     SnakeConv1d,
     SnakeConvTranspose1d,
     convolve_snake,
@@ -184,7 +184,7 @@ class Ends(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return convolve_snake(upsample_snake(x, Same(), self.up, state), Same(), self.stem, state)
+        return convolve_snake(upsample_snake(x, Identity(), self.up, state), Identity(), self.stem, state)
 
 
 @torch.inference_mode()
