@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
@@ -43,10 +43,23 @@ SETTINGS = (bool, int, float, torch.dtype, type(None))  # module attributes that
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the cache: the directory to read compiled code from, or, if not found, to write it to."""
+    """An entry of the cache: the directory to read compiled code from, or, if not found, to write it to.
+
+    added: names of files that were written to a found entry. They become part of it when its context ends, if it
+    can be written."""
 
     directory: Path
     is_found: bool
+    added: list[str] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is part of the entry. One that its manifest does not list is not trusted."""
+        return self.is_found and name in listed_files(self.directory)
+
+    def add(self, name: str) -> None:
+        """Make a file that was written to the entry's directory part of it."""
+        if self.is_found:
+            self.added.append(name)
 
 
 def root_directory(root: str | Path | None = None) -> Path:
@@ -111,8 +124,11 @@ def _found_or_made(place: Path) -> Iterator[Entry]:
             if why is None:
                 drop_unlisted(place)
                 os.utime(place)  # `prune` reads it as the time of the last use
+                found = Entry(place, True)
                 with _compiling_in(place):
-                    yield Entry(place, True)
+                    yield found
+                if found.added:
+                    extend_manifest(place, found.added)
                 return
             if operation == fcntl.LOCK_EX:
                 if place.exists():
@@ -174,6 +190,15 @@ def write_manifest(directory: Path) -> None:
     """List the files of a complete entry and their hashes in its manifest."""
     files = {str(file.relative_to(directory)): _hash(file.read_bytes()) for file in _files(directory)}
     (directory / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+
+
+def extend_manifest(place: Path, names: Iterable[str]) -> None:
+    """List more files of an entry. Processes that read it meanwhile see the old manifest or the new one."""
+    files = listed_files(place) | {name: _hash((place / name).read_bytes()) for name in names}
+    with tempfile.NamedTemporaryFile("w", dir=place, prefix=MANIFEST, delete=False) as manifest:
+        json.dump({"files": files}, manifest, indent=1)
+    Path(manifest.name).rename(place / MANIFEST)
+    seal(place)
 
 
 def damage(place: Path) -> str | None:

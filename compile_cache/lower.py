@@ -31,10 +31,11 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
         return function
     if isinstance(how, Parts):
         return with_parts(function, how.parts)
-    return _compiled(function)
+    return traced(function)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function. Its first call with each kind of arguments compiles it into one graph."""
     # Inductor's own cache does not know the vector width that its C++ was generated for. Code for AVX2 that a
     # process with AVX-512 takes from it writes past the end of its buffers.
     torch.compiler.config.cache_key_tag = artifacts.target()
@@ -75,7 +76,7 @@ def _in_place(owner: object, name: str, function: Callable[..., Any]) -> Iterato
 
 def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
     """Return the compiled method, with a graph that holds for all sizes that the part names."""
-    compiled, signature = _compiled(method), inspect.signature(method)
+    compiled, signature = traced(method), inspect.signature(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _of_parts.get():
@@ -124,3 +125,8 @@ def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
         elif tensor.shape[dim] > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def may_vary(tensor: Tensor) -> set[int]:
+    """Return the dims of a GPU's tensor that `any_size` marked."""
+    return getattr(tensor, "_dynamo_weak_dynamic_indices", set())

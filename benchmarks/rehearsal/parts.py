@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rehearsal.launches import Log, Recorder
+from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.strategy import Eager
 from serving.engine.device.arena import Arena
@@ -39,8 +40,10 @@ class Rehearsed(Runner):
         log: Log,
         codec: str,
         is_largest_window: bool,
+        memory: int = 1,
     ):
-        kv_memory_bytes = usual_kv_bytes(family, max(slots))
+        """memory: how many times the usual KV memory there is."""
+        kv_memory_bytes = memory * usual_kv_bytes(family, max(slots))
         super().__init__(family, max(slots), Arena([family], kv_memory_bytes), codec=codec)
         self.context, self.log = context, log
         sizes = family.spec.window.sizes
@@ -76,8 +79,9 @@ class Rehearsed(Runner):
         self.renders[shape] = [now - past for now, past in zip(self.log.counted(), before, strict=True)], out
         return out
 
-    def lower(self, parts: Collection[str]) -> None:
-        """Compile what the server's warm-up compiles."""
+    def lower(self, parts: Collection[str], entry: Entry) -> None:
+        """Compile what the server's warm-up compiles, or take it from an entry of the cache."""
+        self.lowered.keep_in(entry, self.codec)
         names = ("step", "prefill", "render")
         step, prefill, render = (
             how != Eager() and part in parts for part, how in zip(names, self.lowered.how, strict=True)

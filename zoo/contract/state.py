@@ -94,7 +94,7 @@ class State:
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         rows = slots + 1
-        self.spare, self.device = slots, device
+        self.device = device
         self._defaults: dict[str, float] = {}
         self.tape = torch.zeros(rows, max_frames, *spec.frame_shape, dtype=spec.frame_dtype, device=device)
         self.ready = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -112,11 +112,15 @@ class State:
         if spec.opens_late:
             self.add("lane_at", dtype=torch.int64, default=NEVER)
 
+    @property
+    def spare(self) -> int:
+        """The last row. It is no attribute, since a graph would then hold for one number of slots."""
+        return len(self.ready) - 1
+
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
         """Add a tensor [S+1, *shape] under `name`. `open` sets a slot's row to the prompt's value or
         `default`."""
-        rows = self.spare + 1
-        setattr(self, name, torch.full((rows, *shape), default, dtype=dtype, device=self.device))
+        setattr(self, name, torch.full((len(self.ready), *shape), default, dtype=dtype, device=self.device))
         self._defaults[name] = default
 
     def open(self, slot: int, prompt: Prompt) -> None:

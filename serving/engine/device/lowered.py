@@ -9,8 +9,9 @@ from torch import Tensor
 from compile_cache import saved
 from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
-from compile_cache.lower import lower
-from compile_cache.strategy import Eager, Lowering, Parts
+from compile_cache.lower import any_size, lower
+from compile_cache.saved import Saved
+from compile_cache.strategy import Eager, Lowering, Parts, Whole
 from serving.engine.device.streams import Streams
 from zoo.contract import Batch, Family, State, View
 
@@ -48,8 +49,22 @@ class Lowered:
     def graph_misses(self) -> int:
         return self.step_graphs.misses + self.render_graphs.misses
 
+    def keep_in(self, entry: Entry, codec: str) -> None:
+        """Take the graphs of launches that will be recorded from an entry of the cache, and save those that it lacks.
+        A render in parts is traced. codec: the precision of renders, which their graphs cannot see."""
+        if self.state.arena is not None:
+            any_size((self.state.arena,), 0, "pages")  # the same graphs for every size of the KV memory
+        step, prefill, render = self.how
+        if step == Whole():
+            self._step = Saved(self.family.step, "step", entry)
+        if prefill == Whole():
+            self._hidden = Saved(self.family.hidden, "prefill", entry)
+        if render == Whole():
+            whole = Saved(self.family.render, f"render-{codec}", entry)
+            self._render = dict.fromkeys(self._render, whole)
+
     def take_step(self, entry: Entry, batch: Batch) -> None:
-        """Load the saved step, or compile it for such a batch and save it."""
+        """Load the saved step, which holds for every size, or compile it for such a batch and save it."""
         file = entry.directory / "step.saved"
         if entry.is_found:
             self._step = saved.loaded(self.family.step, file)

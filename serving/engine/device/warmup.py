@@ -32,6 +32,8 @@ TIMED_POSITIONS = 256  # in the KV cache of each sequence of a timed step
 def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | None = None) -> None:
     """Warm a runner; no slot, page or tape changes. progress: is told the fraction that is done, and what
     comes next. entry: where compiled code is found, or left."""
+    if entry is not None and runner.is_recorded:
+        runner.lowered.keep_in(entry, runner.codec)
     works = stages(runner, entry)
     for i, (name, stream, stage) in enumerate(works):
         progress(i / len(works), name)

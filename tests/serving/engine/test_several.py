@@ -366,7 +366,7 @@ def test_progress_is_over_all_models():
 def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     """And the largest says how many threads all have."""
     sized: list[zoo.Family] = []
-    monkeypatch.setattr("compile_cache.threads.set_num_threads", sized.append)
+    monkeypatch.setattr("compile_cache.threads.set_num_threads", lambda family, **_: sized.append(family))
     monkeypatch.setattr("serving.engine.device.prepare_for_host.kernels.build", lambda: None)
     monkeypatch.setattr(Lowered, "take_step", lambda lowered, entry, batch: entered.append(entry.directory))
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
