@@ -39,8 +39,8 @@ class Saved:
     """A method whose graphs are kept in an entry of the cache. A call takes the graph of its kind of arguments from
     there, or compiles one and adds it.
 
-    name: of its files. Where no graph can be saved or holds, the method is traced as usual. Calls look at all
-    arguments, so this is for launches that are then recorded.
+    name: of its files. The method is traced as usual if its graph cannot be saved or does not hold for a size. Each
+    call looks at all arguments, so this is for launches that are then recorded.
     """
 
     def __init__(self, method: Callable[..., Any], name: str, entry: Entry):
@@ -130,11 +130,11 @@ def _load(file: Path) -> Any:
 
 
 def kind_of(args: tuple[object, ...], varying: dict[str, set[int]]) -> str:
-    """Return a name for all calls of a method that may share a graph: with the same device, dtypes, values that are
-    no tensors, and sizes, but for those that vary.
+    """Return a name for all calls of a method that may share a graph. Their device, dtypes and plain values are equal,
+    and so are the sizes that do not vary.
 
-    varying: the dims of each tensor that vary, by its name. Those that are marked in this call are added. A size of 1
-    has a graph of its own.
+    varying: the dims of each tensor that vary, by its name. Those that are marked in this call are added. The graph for
+    a size of 1 is another one.
     """
     facts = [choices.device_name()]
     for name, value in _leaves("", args):

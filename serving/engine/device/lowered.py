@@ -50,8 +50,8 @@ class Lowered:
         return self.step_graphs.misses + self.render_graphs.misses
 
     def keep_in(self, entry: Entry, codec: str) -> None:
-        """Take the graphs of launches that will be recorded from an entry of the cache, and save those that it lacks.
-        A render in parts is traced. codec: the precision of renders, which their graphs cannot see."""
+        """Take the graphs of launches that will be recorded from an entry of the cache, and save those that
+        it lacks. A render in parts is traced. codec: the precision of renders."""
         if self.state.arena is not None:
             any_size((self.state.arena,), 0, "pages")  # the same graphs for every size of the KV memory
         step, prefill, render = self.how
