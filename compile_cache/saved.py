@@ -78,9 +78,7 @@ class Saved:
 def _tried(work: Callable[[], Any], name: str) -> Any:
     try:
         return work()
-    except (
-        Exception
-    ) as error:  # a part of torch that is experimental; without it, each start traces the graph
+    except Exception as error:  # this part of torch is experimental, and a graph can still be traced
         log.warning("a graph cannot be loaded or saved", name=name, why=f"{type(error).__name__}: {error}")
         return None
 

@@ -26,17 +26,18 @@ def entry(directory: Path) -> Iterator[Entry]:
         write_manifest(directory)
     compile = saved._compile
 
-    def without_modes(*args: Any, **kwargs: Any) -> Any:
-        """Compile without the mode that makes all tensors fake, as torch.compile does."""
-        with _disable_current_modes():
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        """Compile without the mode that makes all tensors fake, as torch.compile does. Only what torch's caches may
+        hold can be saved."""
+        with (
+            _disable_current_modes(),
+            torch._inductor.config.patch(fx_graph_cache=True),
+            torch._functorch.config.patch(enable_autograd_cache=True),
+        ):
             return compile(*args, **kwargs)
 
     with (
-        torch._inductor.config.patch(
-            fx_graph_cache=True
-        ),  # a graph that is saved must be in these caches, too
-        torch._functorch.config.patch(enable_autograd_cache=True),
         mock.patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": str(directory)}),
-        mock.patch.object(saved, "_compile", without_modes),
+        mock.patch.object(saved, "_compile", compiled),
     ):
         yield Entry(directory, is_found)

@@ -31,7 +31,7 @@ def test_a_model_runs_without_waits_in_few_launches_whose_kernels_build(
     slots, wanted = CARDS[card]
     result = rehearse(name, "tiny", card, [slots], tmp_path, parts=wanted, is_largest_window=True)
     assert result.breaks == {} and result.graphs == result.num_lowered > 0
-    assert result.graphs_again == result.num_again
+    assert result.graphs_again == 0
     assert result.built is not None and result.built.failed == {} and result.built.num_kernels > 0
     assert {part.name for part in result.parts} >= set(wanted)
     assert [part for part in result.parts if part.waits or part.copies] == []
