@@ -497,7 +497,7 @@ def test_lowered_equals_eager(name, backend, is_everything, monkeypatch):
         return torch.compile(with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
 
     torch._dynamo.reset()
-    monkeypatch.setattr("compile_cache.lower._compiled", compiled)
+    monkeypatch.setattr("compile_cache.lower.traced", compiled)
     lowered_equals_eager(name, everything(name) if is_everything else family(name).strategy, monkeypatch)
 
 
