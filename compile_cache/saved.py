@@ -148,13 +148,14 @@ def kind_of(args: tuple[object, ...], varying: dict[str, set[int]]) -> str:
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the tensors and plain values of an argument with their names, except for modules, which the name of the
     entry covers."""
+    if isinstance(value, nn.Module):
+        return
     if isinstance(value, Mapping):
         parts = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, (list, tuple)):
         parts = [(str(i), one) for i, one in enumerate(value)]
-    elif isinstance(value, (Tensor, nn.Module)) or (own := getattr(value, "__dict__", None)) is None:
-        if not isinstance(value, nn.Module):
-            yield name, value
+    elif isinstance(value, Tensor) or (own := getattr(value, "__dict__", None)) is None:
+        yield name, value
         return
     else:
         parts = sorted(own.items())
