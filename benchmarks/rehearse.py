@@ -158,14 +158,10 @@ def rehearse(
         with _lowered(result), kept.entry(directory / "kept") as entry:
             runner.lower(parts, entry)
         traced = counters["stats"]["unique_graphs"]
-        # What is counted is what the next start loads, with other KV memory. A render in parts is not saved.
-        renderer, runner = runner, loaded()
-        is_in_parts = isinstance(runner.lowered.how[2], Parts)
-        if not is_in_parts:
-            renderer = runner
+        runner = loaded()  # What is counted is what the next start loads, with other KV memory.
         with kept.entry(directory / "kept") as entry:
             began_s = time.process_time()
-            runner.lower([part for part in parts if part != "render" or not is_in_parts], entry)
+            runner.lower(parts, entry)
             result.again_cpu_s = round(time.process_time() - began_s, 1)
         for num_slots in slots if "step" in parts else ():
             runner.count_step(num_slots)
@@ -179,9 +175,9 @@ def rehearse(
             result.parts.append(_part(log, "prefill", num_prompts))
         # A render's bytes and FLOPs are linear between the fewest slots and the most.
         ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
-        for num_slots, frames in product(ends, renderer.windows):
+        for num_slots, frames in product(ends, runner.windows):
             for length in spec.window.lengths or (0,):
-                renderer.count_render(num_slots, frames, length)
+                runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
         if "listen" in parts and spec.listens and spec.keeps_answers:  # it holds conversations
             runner.count_listen(CLIP_S)

@@ -44,14 +44,23 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
-def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[..., Any]:
-    """Return the function with its parts compiled. Other callers and threads still get the plain parts."""
+def with_parts(
+    function: Callable[..., Any],
+    parts: Iterable[Part],
+    compile: Callable[[Callable[..., Any], Part], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Return the function with its parts compiled. Other callers and threads still get the plain parts.
+
+    compile: makes the fast method of a plain one, which is called with all arguments in order. By default the
+    method is traced."""
     assert isinstance(function, MethodType), f"{function} is not a method, so it has no parts"
     known: list[tuple[object, str, Callable[..., Any]]] = []
     for part in parts:
         *owners, name = part.place.split(".")
         owner = reduce(getattr, owners, function.__self__)
-        known.append((owner, name, _any_size(getattr(owner, name), part)))
+        method = getattr(owner, name)
+        compiled = traced(method) if compile is None else compile(method, part)
+        known.append((owner, name, _any_size(method, compiled, part)))
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -74,14 +83,16 @@ def _in_place(owner: object, name: str, function: Callable[..., Any]) -> Iterato
         delattr(owner, name)
 
 
-def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
+def _any_size(method: Callable[..., Any], compiled: Callable[..., Any], part: Part) -> Callable[..., Any]:
     """Return the compiled method, with a graph that holds for all sizes that the part names."""
-    compiled, signature = traced(method), inspect.signature(method)
+    signature = inspect.signature(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _of_parts.get():
             return method(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         for argument, names in part.any_size:
             first, *rest = argument.split(".")
             if rest and not hasattr(given[first], rest[0]):
@@ -90,7 +101,7 @@ def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
             for dim, name in enumerate(names):
                 if name:
                     any_size((tensor,), dim, name)
-        return compiled(*args, **kwargs)
+        return compiled(*given.values())
 
     return call
 

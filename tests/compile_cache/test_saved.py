@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from compile_cache import artifacts, saved
 from compile_cache.counts import Counts, counts
+from compile_cache.lower import with_parts
 from compile_cache.saved import Saved, kind_of
+from compile_cache.strategy import Part
 
 pytestmark = pytest.mark.compile
 
@@ -128,6 +130,40 @@ def test_a_graph_that_holds_for_one_size_is_not_used_for_another(model, tmp_path
         assert start.num_traced == 0
         start.check(inputs(8))
     assert start.num_traced == 1
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor, bias: Tensor, scale: int = 2) -> Tensor:
+        return self.linear(rows) * scale + bias
+
+
+class Outer:
+    def __init__(self) -> None:
+        self.inner = Inner().eval()
+
+    def say(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return self.inner(rows, bias=bias).tanh()
+
+
+@torch.inference_mode()
+def test_a_part_is_kept_for_all_sizes_and_for_every_way_to_call_it(tmp_path):
+    outer, place = Outer(), tmp_path / "compiled" / "outer"
+    part = Part("inner.forward", (("rows", ("batch",)),))
+    for compiled, found in ((1, 0), (0, 1)):
+        torch._dynamo.reset()
+        with artifacts.opened(place) as entry:
+            fast = with_parts(outer.say, [part], lambda method, part: Saved(method, part.place, entry))
+            before = counts()
+            for size in (5, 3):
+                rows, bias = torch.randn(size, 8), torch.randn(8)
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
+                torch.testing.assert_close(fast(rows, bias), outer.say(rows, bias), rtol=0, atol=1e-6)
+        assert counts() - before == Counts(graphs=compiled, found=found, compiled=compiled)
+    assert [file.name.split("-")[0] for file in place.glob("*.saved")] == ["inner.forward"]
 
 
 @torch.inference_mode()

@@ -30,7 +30,6 @@ from zoo.chatterbox.t3 import T3
 from zoo.chatterbox.watermark import marked
 from zoo.check import check
 from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_cap
-from zoo.nn.conv import CodecState
 from zoo.nn.eager import may_follow_values
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
@@ -350,12 +349,11 @@ class Chatterbox(Family[ChatterboxState]):
         speech."""
         plan, num = self.vocoder.plan, mel.shape[1]
         frames = num + plan.flush
-        place = Place(torch.zeros_like(limit), limit, frames)
-        rows = mel.new_zeros(len(mel), self.vocoder.layout.size)
-        past = CodecState(self.vocoder.layout, rows, frames, limit)
-        at = place.at(1, plan.f0_lag + 1, frames + 1)
+        first, rows = torch.zeros_like(limit), mel.new_zeros(len(mel), self.vocoder.layout.size)
+        at = Place(first, limit, frames).at(1, plan.f0_lag + 1, frames + 1)
         noise, phase = self._source_noise(state, slots, at), self._phase(state, slots)
-        samples, _ = self.vocoder(F.pad(mel, (0, 0, 0, plan.flush)), place, past, phase, noise)
+        mel = F.pad(mel, (0, 0, 0, plan.flush))
+        samples, *_ = self.vocoder(mel, first, limit, limit, rows, phase, noise)
         samples = samples[:, plan.lag :][:, : num * MEL_SAMPLES]
         faded = samples[:, : 2 * FADE] * self._fade(samples)
         return torch.cat((faded, samples[:, 2 * FADE :]), 1).float()

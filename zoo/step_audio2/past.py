@@ -119,11 +119,10 @@ class CellTokens(Seen):
         device, ring = cell.start.device, RING_TOKENS * rate
         num, start, prompt = cell.tokens * rate, cell.start * rate, cell.prompt * rate
         places = (cell.max_prompt + RING_TOKENS) * rate
-        self.slots, self.num, self.grid = cell.slots, num, num
+        self.slots, self.grid = cell.slots, num
         self.held = places
         if may_follow_values(start):
             self.held = int((prompt + start.clamp(max=ring)).max())
-        self.max_distance = self.held + num
         own, place = torch.arange(num, device=device), torch.arange(self.held, device=device)
         at, behind = start[:, None] + own, prompt[:, None]  # of the answer
         is_new = own < (cell.count * rate)[:, None]
@@ -137,6 +136,10 @@ class CellTokens(Seen):
         ahead = (own[:, None] - own).expand(len(start), -1, -1)
         distance = torch.cat((own[:, None] + ago[:, None], ahead), 2)
         self._sight = mask, distance.clamp(1 - num, self.max_distance)
+
+    @property
+    def max_distance(self) -> int:
+        return self.held + self.num
 
 
 class CellFrames:

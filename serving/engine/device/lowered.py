@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch import Tensor
 from compile_cache import saved
 from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
-from compile_cache.lower import any_size, lower
+from compile_cache.lower import any_size, lower, with_parts
 from compile_cache.saved import Saved
-from compile_cache.strategy import Eager, Lowering, Parts, Whole
+from compile_cache.strategy import Eager, Lowering, Part, Parts, Whole
 from serving.engine.device.streams import Streams
 from zoo.contract import Batch, Family, State, View
 
@@ -51,7 +52,7 @@ class Lowered:
 
     def keep_in(self, entry: Entry, codec: str) -> None:
         """Take the graphs of launches that will be recorded from an entry of the cache, and save those that
-        it lacks. A render in parts is traced. codec: the precision of renders."""
+        it lacks. codec: the precision of renders."""
         if self.state.arena is not None:
             any_size((self.state.arena,), 0, "pages")  # the same graphs for every size of the KV memory
         step, prefill, render = self.how
@@ -60,8 +61,14 @@ class Lowered:
         if prefill == Whole():
             self._hidden = Saved(self.family.hidden, "prefill", entry)
         if render == Whole():
-            whole = Saved(self.family.render, f"render-{codec}", entry)
-            self._render = dict.fromkeys(self._render, whole)
+            self._render = dict.fromkeys(self._render, Saved(self.family.render, f"render-{codec}", entry))
+        elif isinstance(render, Parts):
+
+            def kept(method: Callable[..., Any], part: Part) -> Saved:
+                return Saved(method, f"{part.place}-{codec}", entry)
+
+            in_parts = with_parts(self.family.render, render.parts, kept)
+            self._render = dict.fromkeys(self._render, in_parts)
 
     def take_step(self, entry: Entry, batch: Batch) -> None:
         """Load the saved step, which holds for every size, or compile it for such a batch and save it."""

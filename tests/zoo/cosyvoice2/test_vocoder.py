@@ -14,8 +14,7 @@ from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
-from zoo.nn.conv import CodecState
-from zoo.nn.s3.hift import NO_LIMIT, ConvTranspose, Place, Vocoder
+from zoo.nn.s3.hift import NO_LIMIT, ConvTranspose, Vocoder
 from zoo.nn.s3.parts import VOCODER
 from zoo.nn.s3.sizes import MEL_SAMPLES, MELS
 
@@ -54,11 +53,10 @@ def spoken(vocoder: Vocoder, mel: Tensor, sizes: tuple[int, ...]) -> Tensor:
         size = sizes[min(len(heard), len(sizes) - 1)]
         frames = min(size, len(given) - start)
         limit = num if start + frames > num else NO_LIMIT
-        place = Place(torch.tensor([start]), torch.tensor([limit]), frames)
-        state = CodecState(vocoder.layout, rows, frames, torch.tensor([frames]))
+        place = (torch.tensor([n]) for n in (start, limit, frames))
         values = noise[None, start : start + frames + 1]
-        samples, phases = vocoder(given[None, start : start + frames], place, state, phase, values)
-        rows, phase = state.next(), phases[:, frames]
+        samples, phases, rows = vocoder(given[None, start : start + frames], *place, rows, phase, values)
+        phase = phases[:, frames]
         heard.append(samples[0])
         start += frames
     return torch.cat(heard)[plan.lag :][: num * MEL_SAMPLES]
@@ -88,7 +86,7 @@ def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, 
         def __init__(self) -> None:
             self.vocoder = vocoder
 
-        def say(self, *given: object) -> tuple[Tensor, Tensor]:
+        def say(self, *given: object) -> tuple[Tensor, Tensor, Tensor]:
             return self.vocoder(*given)
 
     def as_on_gpu(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
@@ -112,12 +110,10 @@ def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, 
 
     for num, frames in ((3, 40), (5, 63), (2, 21)):
         first = torch.tensor([0, 500, 7, 0, 3000])[:num]
-        place = Place(first, torch.tensor([30, NO_LIMIT, 20, NO_LIMIT, 3020])[:num], frames)
-        given = random(num, frames, MELS), place
-        rest = random(num, harmonics).abs() % 1, random(num, frames + 1, MEL_SAMPLES, harmonics)
-        rows, count = random(num, vocoder.layout.size), torch.tensor([frames, 20, 0, 1, 2])[:num]
-        states = [CodecState(vocoder.layout, rows, frames, count) for _ in range(2)]
-        said, expected = fast(*given, states[0], *rest), vocoder(*given, states[1], *rest)
-        for found, truth in zip((*said, states[0].next()), (*expected, states[1].next()), strict=True):
+        limit = torch.tensor([30, NO_LIMIT, 20, NO_LIMIT, 3020])[:num]
+        count, rows = torch.tensor([frames, 20, 0, 1, 2])[:num], random(num, vocoder.layout.size)
+        phase, noise = random(num, harmonics).abs() % 1, random(num, frames + 1, MEL_SAMPLES, harmonics)
+        given = random(num, frames, MELS), first, limit, count, rows, phase, noise
+        for found, truth in zip(fast(*given), vocoder(*given), strict=True):
             torch.testing.assert_close(found, truth, rtol=0, atol=1e-9)
     assert counts().graphs - before == 1

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.nn.conv import CodecState
 from zoo.nn.eager import may_follow_values
 from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
 from zoo.nn.s3.sizes import VocoderSizes
@@ -51,11 +50,11 @@ def heard(
         frames = max(1, int(count.max()))
     mel = F.pad(mel.to(state.vocoder.dtype), (0, 0, 0, plan.flush))[:, :frames]
 
-    place = Place(start, torch.where(is_last, stop, NO_LIMIT), frames)
-    past = CodecState(vocoder.layout, state.vocoder[slots], frames, count)
-    around = noise(place.at(1, plan.f0_lag + 1, frames + 1))
-    samples, phases = vocoder(mel, place, past, state.phase[slots], around)
-    state.vocoder[slots] = past.next()
+    limit = torch.where(is_last, stop, NO_LIMIT)
+    around = noise(Place(start, limit, frames).at(1, plan.f0_lag + 1, frames + 1))
+    rows, phase = state.vocoder[slots], state.phase[slots]
+    samples, phases, rows = vocoder(mel, start, limit, count, rows, phase, around)
+    state.vocoder[slots] = rows
     state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
     state.num_heard[slots] = ends
     at = (before - size * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -369,20 +369,29 @@ class Vocoder(nn.Module):
         )
 
     def forward(
-        self, mel: Tensor, place: Place, state: CodecState, phase: Tensor, noise: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return samples [B, W * mel_samples], plan.lag behind the window, and phases [B, W + 1, H].
+        self,
+        mel: Tensor,
+        first: Tensor,
+        limit: Tensor,
+        count: Tensor,
+        rows: Tensor,
+        phase: Tensor,
+        noise: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return samples [B, W * mel_samples], plan.lag behind the window, phases [B, W + 1, H] and the next rows.
 
-        mel [B, W, MELS]; phase [B, H]: fp64, in turns, in the middle of the frame f0_lag + 1 before the
+        mel [B, W, MELS]; first and limit [B]: those of the window's `Place`; count [B] and rows [B, V]: those of
+        the layers' `CodecState`; phase [B, H]: fp64, in turns, in the middle of the frame f0_lag + 1 before the
         window; noise [B, W + 1, mel_samples, H]: of the frames from that one on. The phases are those in the
         middle of each of these frames.
         """
-        # taken from the mel's shape, so that a graph holds for any number of frames
-        place, state.frames = replace(place, frames=mel.shape[1]), mel.shape[1]
+        # Sizes are taken from the mel, so that one graph holds for all.
+        place = Place(first, limit, mel.shape[1])
+        state = CodecState(self.layout, rows, mel.shape[1], count)
         mel = self.mel_tail(mel.mT, state)  # [B, MELS, mel_context + W]
         f0 = self.pitch(mel, place)
         source, phases = self.source(f0, place, phase, noise)
-        return self.filter(mel, source, place, state), phases
+        return self.filter(mel, source, place, state), phases, state.next()
 
     def pitch(self, mel: Tensor, place: Place) -> Tensor:
         """Return the pitch in Hz [B, W + 1] of the frames from f0_lag + 1 before the window on.

@@ -8,11 +8,7 @@ VOCODER = Part(
     (
         ("mel", ROWS),
         ("noise", ("batch", "frames and one")),
-        ("phase", BATCH),
-        ("place.first", BATCH),
-        ("place.limit", BATCH),
-        ("state.rows", BATCH),
-        ("state.count", BATCH),
+        *((name, BATCH) for name in ("first", "limit", "count", "rows", "phase")),
     ),
 )
 FP32 = (

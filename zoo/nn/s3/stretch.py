@@ -50,23 +50,30 @@ class Seen:
     """
 
     def __init__(self, stretch: Stretch, rate: int):
-        grid, capacity = stretch.chunk * rate, stretch.capacity * rate
-        self.held = capacity
+        self.grid, self.capacity = stretch.chunk * rate, stretch.capacity * rate
+        self.held = self.capacity
         if may_follow_values(stretch.start):
-            self.held = min(capacity, int(stretch.start.max()) * rate)
-        self.slots, self.grid, self.num = stretch.slots, grid, stretch.tokens * rate
-        self.max_distance = min(capacity + grid, self.held + self.num)
+            self.held = min(self.capacity, int(stretch.start.max()) * rate)
+        self.slots = stretch.slots
         parts = (stretch.start, stretch.count, stretch.num_kept)
         self.start, self.count, self.num_kept = (part * rate for part in parts)
 
-        own = torch.arange(self.num, device=self.start.device)
+        own = torch.arange(stretch.tokens * rate, device=self.start.device)
         start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
-        self.ring = capacity - kept  # [B, 1]
-        self.query = query = start + own  # [B, Q]
-        is_new = (own < count) & ((query >= start + count - self.ring) | (query < kept))
-        place = torch.where(query < kept, query, kept + (query - kept) % self.ring)
-        self.index = torch.where(is_new, place, capacity)
+        ring, query = self.capacity - kept, start + own  # [B, 1], [B, Q]
+        is_new = (own < count) & ((query >= start + count - ring) | (query < kept))
+        place = torch.where(query < kept, query, kept + (query - kept) % ring)
+        self.index = torch.where(is_new, place, self.capacity)
         self._sight: tuple[Tensor, Tensor] | None = None
+
+    # What follows from the window's size is no field: one graph holds for all sizes.
+    @property
+    def num(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def max_distance(self) -> int:
+        return min(self.capacity + self.grid, self.held + self.num)
 
     @property
     def mask(self) -> Tensor:
@@ -80,30 +87,27 @@ class Seen:
         """Return mask and distance, computed at first use: attention on a GPU needs neither."""
         if self._sight is None:
             start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
-            place = torch.arange(self.held, device=start.device)
+            own, place = (torch.arange(num, device=start.device) for num in (self.num, self.held))
+            ring, query = self.capacity - kept, start + own
             latest = start - kept - 1  # the last position in the ring, counted from the end of the prompt
-            in_ring = latest - (latest - place + kept) % self.ring  # negative if the place is empty
+            in_ring = latest - (latest - place + kept) % ring  # negative if the place is empty
             # the position at each place [B, held]
             held = torch.where(place < kept, place, kept + in_ring)
             is_held = torch.where(place < kept, place < start, in_ring >= 0)
 
-            own = torch.arange(self.num, device=start.device)
-            key = torch.cat((held, self.query), 1)[:, None]  # [B, 1, K]
+            key = torch.cat((held, query), 1)[:, None]  # [B, 1, K]
             is_there = torch.cat((is_held, own < count), 1)[:, None]
-            chunks_back = self.query[:, :, None] // self.grid - key // self.grid  # [B, Q, K]
+            chunks_back = query[:, :, None] // self.grid - key // self.grid  # [B, Q, K]
             is_kept = key < kept[:, :, None]
-            mask = (
-                is_there
-                & (chunks_back >= 0)
-                & (is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
-            )
+            reach = (ring // self.grid)[:, :, None]
+            mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= reach))
             place = torch.arange(key.shape[2], device=start.device)
             # every position sees itself, padding too: a fully masked row would give NaN
             mask = mask | (place == (self.held + own)[:, None])
 
             # the number of positions between the prompt and the first chunk in the ring
-            dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)[:, :, None]
-            distance = self.query[:, :, None] - key - torch.where(is_kept, dropped, 0)
+            dropped = ((query - kept) // self.grid * self.grid - ring).clamp(min=0)[:, :, None]
+            distance = query[:, :, None] - key - torch.where(is_kept, dropped, 0)
             self._sight = mask, distance.clamp(1 - self.grid, self.max_distance)
         return self._sight
 
@@ -163,10 +167,13 @@ class Whole(Seen):
         self.start = torch.zeros_like(count)
         self.count, self.num_kept = count, self.start
         self.slots = torch.arange(len(count), device=count.device)
-        self.held, self.num, self.grid = 0, num, num
-        self.max_distance = num - 1
+        self.held, self.grid = 0, num
         self.index = self.start[:, None].expand(-1, num)
         self._sight = None
+
+    @property
+    def max_distance(self) -> int:
+        return self.num - 1
 
     def _look(self) -> tuple[Tensor, Tensor]:
         if self._sight is None:
