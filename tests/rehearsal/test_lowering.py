@@ -17,7 +17,10 @@ from benchmarks.rehearse import rehearse
 
 pytestmark = pytest.mark.rehearse
 # What runs on each card, and how many slots. The graph of a render takes longest to compile.
-CARDS = {"h100": (64, ("step", "prefill", "render")), "4090": (1, ("step", "prefill"))}  # sm_90 and sm_89
+CARDS = {
+    "h100": ((16, 64), ("step", "prefill", "render")),  # sm_90: all sizes share a graph
+    "4090": ((1,), ("step", "prefill")),  # sm_89
+}
 KINDS = ("triton", "extern", "recorded", "eager")
 # Launches of a tiny model's step, by kind (see launches.Launch). Write lower counts down when they fall.
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
@@ -29,13 +32,13 @@ def test_a_model_runs_without_waits_in_few_launches_whose_kernels_build(
     name: str, card: str, tmp_path: Path
 ) -> None:
     slots, wanted = CARDS[card]
-    result = rehearse(name, "tiny", card, [slots], tmp_path, parts=wanted, is_largest_window=True)
+    result = rehearse(name, "tiny", card, slots, tmp_path, parts=wanted, is_largest_window=True)
     assert result.breaks == {} and result.graphs == result.num_lowered > 0
     assert result.graphs_again == 0
     assert result.built is not None and result.built.failed == {} and result.built.num_kernels > 0
     assert {part.name for part in result.parts} >= set(wanted)
     assert [part for part in result.parts if part.waits or part.copies] == []
-    [step] = [part for part in result.parts if part.name == "step"]
+    step = [part for part in result.parts if part.name == "step"][-1]
     counted = {kind: step.num(kind) for kind in KINDS}
     over = {kind: num for kind, num in counted.items() if num > BUDGET[name][kind]}
     assert not over, f"{over} launches, but the budget is {BUDGET[name]}"

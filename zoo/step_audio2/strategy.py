@@ -6,7 +6,7 @@ from zoo.nn.s3.parts import BATCH, FP32, VOCODER
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD
 
 MAX_FRAMES = 12_800  # codes of an answer: more than the context holds
-WINDOW = Window(sizes=(GRID, 2 * GRID), lookahead=LOOKAHEAD, grid=GRID)
+WINDOW = Window(sizes=(GRID,), lookahead=LOOKAHEAD, grid=GRID)
 # One step of the flow's solver, for any number of streams. All cells have the same size.
 ADVANCE = Part(
     "flow.advance",
@@ -15,6 +15,7 @@ ADVANCE = Part(
         ("pairs", BATCH),
         ("count", BATCH),
         ("frames.slots", BATCH),
+        ("frames.index", BATCH),
         ("frames.mask", BATCH),
         ("turns", BATCH),
     ),
