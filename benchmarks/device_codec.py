@@ -156,7 +156,7 @@ def times(family: Any, put: Put, alone: Alone) -> dict[str, Any]:
     ):
         for rows, frames in zip(ROWS, (window.sizes[-1], window.sizes[0]), strict=True):
             runner.sizes.render_batches = (min(rows, runner.sizes.rows_of_launch(frames)),)
-            warm_render(runner, frames, (window.lengths or (0,))[0])
+            warm_render(runner, frames, window.usual_length)
     found: dict[str, Any] = {}
     with alone(put):
         device_launches.times(runner, lambda name, value: found.update({name: value}))

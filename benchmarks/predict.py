@@ -110,7 +110,7 @@ class Prediction:
 
     def _largest(self) -> Part:
         window = self.counts.window
-        return self.counts.at("render", STREAMS, window.sizes[-1], (window.lengths or (0,))[0])
+        return self.counts.at("render", STREAMS, window.sizes[-1], window.usual_length)
 
     def obstacles(self) -> Iterator[tuple[float, str]]:
         """Yield the parts of a frame's time: milliseconds, and a description."""

@@ -52,7 +52,7 @@ def simulation(counts: Counts, card: Card, num_slots: int, strategy: Strategy) -
         return up_to(max(1, min(num_slots, most)), strategy.render_batches)
 
     window = counts.window
-    length = (window.lengths or (0,))[0]
+    length = window.usual_length
     cost = Cost(
         step_s=partial(seconds, "step"),
         prefill_s=lambda tokens: seconds("prefill", 1),

@@ -107,7 +107,7 @@ class Voice(Family[Any]):
         cap = min(self.spec.max_frames, max(frames, round(self.guard * frames)))
         keys = tuple(request.seed % 2**32 * 100_003 + i for i in range(size))
         slot = {"frames": frames}
-        offset = size % self.spec.window.grid if self.has_offsets else 0
+        offset = size % self.spec.window.grid if self.has_offsets else self.spec.window.grid_offset
         null = Lane(torch.zeros(-(-size // 2), 1), keys[: -(-size // 2)]) if self.spec.lanes == 2 else None
         return Prompt(
             torch.zeros(size, 1),

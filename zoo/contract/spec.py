@@ -47,6 +47,9 @@ class Past:
         return min(-(-frames // self.frames), self.max_chunks)
 
 
+USUAL_FRAMES = 100  # of a speech
+
+
 @dataclass(frozen=True)
 class Window:
     """The stretches of the tape that `render` accepts, in frames. The engine picks when a stretch is
@@ -57,6 +60,7 @@ class Window:
     stretch is rendered, unless the speech ends there.
     left: the frames before a stretch that `render` reads again.
     grid: a stretch ends at `Prompt.grid_offset` plus a multiple of the grid, or at the end of the speech.
+    grid_offset: that of all prompts, if they have the same; else 0.
     hold_samples: the most samples that `render` may hold back until the next stretch. The last stretch
     returns all of them.
     lengths: for a decoder that reads a growing past, the padded lengths of everything up to a stretch's end,
@@ -71,12 +75,18 @@ class Window:
     lookahead: int = 0
     left: int = 0
     grid: int = 1
+    grid_offset: int = 0
     hold_samples: int = 0
     lengths: tuple[int, ...] = ()
 
     def bucket(self, frames: int) -> int:
         """Return the smallest size that holds `frames` frames, or the largest size if none does."""
         return next((n for n in self.sizes if n >= frames), self.sizes[-1])
+
+    @property
+    def usual_length(self) -> int:
+        """The padded length of most stretches, or 0 without `lengths`."""
+        return self.length_bucket(min(USUAL_FRAMES, self.lengths[-1])) if self.lengths else 0
 
     def length_bucket(self, stop: int) -> int:
         """Return the smallest length that holds everything up to frame `stop`, or 0 without `lengths`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.glm4_voice.config import FlowConfig, mel_frames
+from zoo.glm4_voice.config import FlowConfig
 from zoo.glm4_voice.estimator import Estimator, GroupNorm
 from zoo.nn.cfm import cosine_times, solver_steps
 from zoo.nn.narrow import dtype_of
@@ -107,12 +107,12 @@ class Flow(nn.Module):
         self.estimator.prepare(times[:STEPS].float().to(device))
 
     def forward(self, codes: Tensor, count: Tensor, prompt: Tensor, num_prompt: Tensor) -> Tensor:
-        """Return the mel [B, T, MELS] of codes [B, N], of which count [B] are there; T is that of N codes.
+        """Return the mel [B, T, MELS] of codes [B, N], of which count [B] are there.
 
-        prompt [B, T, MELS]: the mel of the first num_prompt [B] frames.
+        prompt [B, T, MELS]: the mel of the first num_prompt [B] frames; T is at least that of all codes.
         """
         num = torch.div(441 * count, 64, rounding_mode="floor")
-        at = torch.arange(mel_frames(codes.shape[1]), device=codes.device)
+        at = torch.arange(prompt.shape[1], device=codes.device)
         mask = (at < num[:, None])[:, None].to(prompt.dtype)  # [B, 1, T]
         mu = self.regulator(self.output(self.encoder(self.codes(codes), count)), count, num, mask)
         known = (prompt * (at < num_prompt[:, None])[..., None]).mT * mask

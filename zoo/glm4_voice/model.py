@@ -6,11 +6,12 @@
 Text and codes share one vocabulary, and the model alternates by itself: 13 text tokens, then 26 codes; after the text only
 codes. Codes are 80 ms each.
 
-A cell of 25 codes is rendered with the 64 to 127 codes before it, their mel as the prompt, and up to 5 codes after it. So
-the samples do not depend on how the tape is cut into windows, and a cell costs the same anywhere in an answer.
+A cell of 50 codes is rendered with the 64 to 127 codes before it, their mel as the prompt, and up to 5 codes after it. The
+first cell has 25 codes for early audio. So the samples do not depend on how the tape is cut into windows, and a cell costs
+the same anywhere in a long answer.
 
-    codes    | 64 .. 127 codes: the prompt | cell of 25 | 5 |            the prompt begins at a multiple of 64 codes,
-    mel      | as it was rendered          | 172 or 173 | dropped        where a mel frame begins, too
+    codes    | 64 .. 127 codes: the prompt | cell of 50 | 5 |            the prompt begins at a multiple of 64 codes,
+    mel      | as it was rendered          | 344 or 345 | dropped        where a mel frame begins, too
 
 Source: THUDM/GLM-4-Voice at eb00ce9, model_server.py, flow_inference.py and web_demo.py. The reference renders from the
 beginning of the answer again for every chunk, and fades between chunks.
@@ -32,7 +33,7 @@ from zoo.glm4_voice.flow import Flow
 from zoo.glm4_voice.listener import Listener
 from zoo.glm4_voice.lm import Lm
 from zoo.glm4_voice.prompt import PromptWriter
-from zoo.glm4_voice.strategy import LOOKAHEAD, STRATEGY
+from zoo.glm4_voice.strategy import CELL, LOOKAHEAD, STRATEGY
 from zoo.nn.eager import may_follow_values
 from zoo.nn.narrow import dtype_of
 from zoo.nn.s3.carried import heard, source_noise
@@ -43,9 +44,9 @@ from zoo.nn.sampling import draw, gumbel, uniform_noise
 from zoo.request import Request
 
 LEAST_PAST = 64  # codes of the prompt of a cell, once there are so many
-MOST_CODES = LEAST_PAST + PER_TOKENS - 1 + GRID + LOOKAHEAD
+MOST_CODES = LEAST_PAST + PER_TOKENS - 1 + CELL + LOOKAHEAD
 MOST_MEL = mel_frames(MOST_CODES)
-CELL_MEL = mel_frames(GRID) + 1
+ALIGNED = 32  # a graph holds for all numbers of mel frames that are a multiple of this, since attention is aligned then
 KEPT_MEL = 1024  # frames of the ring in which the latest mel is kept: more than a prompt's
 GROUP = 13  # text tokens before the first code
 NOISE_STEP, PHASE_STEP = 1 << 30, (1 << 31) - 1  # apart from the steps of the LM
@@ -115,6 +116,7 @@ class Glm4Voice(Family[VoiceState]):
             prefix_keys=script.ids,
             max_frames=max_frames,
             max_steps=max_steps,
+            grid_offset=self.spec.window.grid_offset,
             slot=self._slot(request, values, max_steps),
             usage={
                 "input_tokens": len(script.ids),
@@ -178,31 +180,41 @@ class Glm4Voice(Family[VoiceState]):
         return found
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
-        return rendered(view, CELL_MEL * MEL_SAMPLES, self.vocoder.plan.lag, partial(self._cell, state))
+        # A stretch of at most CELL codes is one cell, unless it begins with the first cell and goes on behind it.
+        is_cell = view.frames <= CELL and view.length not in (0, CELL)
+        cells = 1 if is_cell else 1 - (-view.frames // CELL)
+        most = MEL_SAMPLES * (mel_frames(view.frames) + cells) + self.vocoder.plan.lag
+        return rendered(view, cells, CELL, most, partial(self._cell, state))
 
     def _cell(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of at most one cell per slot, and how many of them are valid [B]."""
         slots, start, stop = view.slots, view.start, view.start + view.count
         first = ((start - LEAST_PAST).clamp(min=0) // PER_TOKENS) * PER_TOKENS
         end = torch.minimum(stop + LOOKAHEAD, state.ready[slots])
-        mel = self._mel(state, slots, first, start, torch.maximum(end, first + 1))
+        num_codes = min(view.length + LOOKAHEAD, MOST_CODES) if view.length else MOST_CODES
+        mel = self._mel(state, slots, first, start, torch.maximum(end, first + 1), num_codes)
         mel_start, mel_stop = _mel_frames(start), _mel_frames(stop)
-        at = torch.arange(CELL_MEL, device=slots.device)
-        mel = mel.gather(1, _index(mel_start - _mel_frames(first), at, mel.shape[1]))  # [B, CELL_MEL, MELS]
+        size = GRID if 0 < view.length <= CELL else CELL
+        at = torch.arange(mel_frames(size) + 1, device=slots.device)
+        mel = mel.gather(1, _index(mel_start - _mel_frames(first), at, mel.shape[1]))
         is_new = (mel_start[:, None] + at < mel_stop[:, None])[..., None]
         place = (mel_start[:, None] + at) % KEPT_MEL
         state.mel[slots[:, None], place] = torch.where(is_new, mel, state.mel[slots[:, None], place])
         noise = partial(source_noise, self.config.vocoder, state.seed[slots], NOISE_STEP)
         return heard(self.vocoder, state, slots, mel, mel_start, mel_stop, view.is_last, noise)
 
-    def _mel(self, state: VoiceState, slots: Tensor, first: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """Return the mel [B, T, MELS] of codes first .. end, given that of codes first .. start."""
-        count, num = end - first, MOST_CODES
+    def _mel(
+        self, state: VoiceState, slots: Tensor, first: Tensor, start: Tensor, end: Tensor, most: int
+    ) -> Tensor:
+        """Return the mel [B, T, MELS] of codes first .. end, of which there are `most` at most, given that of codes
+        first .. start."""
+        count, num, frames = end - first, most, -(-mel_frames(most) // ALIGNED) * ALIGNED
         if may_follow_values(count):
             num = int(count.max())
+            frames = mel_frames(num)
         at = first[:, None] + torch.arange(num, device=slots.device)
         codes = state.tape[slots[:, None], at.clamp(max=state.tape.shape[1] - 1), 0]
-        at = _mel_frames(first)[:, None] + torch.arange(mel_frames(num), device=slots.device)
+        at = _mel_frames(first)[:, None] + torch.arange(frames, device=slots.device)
         prompt = state.mel[slots[:, None], at % KEPT_MEL]
         return self.flow(codes, count, prompt, _mel_frames(start) - _mel_frames(first))
 

@@ -35,7 +35,7 @@ from zoo.checkpoint.tensor_files import contents, open_file
 from zoo.glm4_voice.config import DECODER, TOKENIZER, Config, find
 from zoo.glm4_voice.model import LEAST_PAST, NOISE_STEP, PHASE_STEP
 from zoo.glm4_voice.prompt import OPENING, SPOKEN, WRITTEN
-from zoo.glm4_voice.strategy import LOOKAHEAD
+from zoo.glm4_voice.strategy import CELL, LOOKAHEAD
 from zoo.glm4_voice.vocabulary import ASSISTANT, AUDIO_BEGIN, AUDIO_END, BEGIN, SYSTEM, USER, Vocabulary
 from zoo.nn.s3.sizes import GRID
 from zoo.nn.sampling import normal, uniform_noise
@@ -242,9 +242,9 @@ class Flow:
     def cells(self, codes: Tensor) -> Tensor:
         """Return the mel [T, 80] of an answer, cell by cell as zoo/glm4_voice/model.py says."""
         mel = torch.zeros(0, 80)
-        for start in range(0, len(codes), GRID):
+        for start in (0, *range(GRID, len(codes), CELL)):
             first = max(start - LEAST_PAST, 0) // 64 * 64
-            stop = min(start + GRID, len(codes))
+            stop = min(start + (CELL if start else GRID), len(codes))
             made = self(codes[first : min(stop + LOOKAHEAD, len(codes))], mel[441 * first // 64 :])
             at, end = (441 * n // 64 - 441 * first // 64 for n in (start, stop))
             mel = torch.cat((mel, made[at:end]))

@@ -2,14 +2,23 @@
 
 from compile_cache.strategy import Part, Parts, Strategy, Whole
 from zoo.contract import Window
-from zoo.nn.s3.parts import BATCH, FP32, VOCODER
+from zoo.nn.s3.parts import FP32, VOCODER
 from zoo.nn.s3.sizes import GRID
 
+IN_COLUMNS = ("batch", "", "frames")
 MAX_FRAMES = 4096  # codes of an answer: more than five minutes
 LOOKAHEAD = 5
-WINDOW = Window(sizes=(GRID, 2 * GRID), lookahead=LOOKAHEAD, grid=GRID)
-# One step of the flow's solver, for any number of streams. On a GPU all renders have as many mel frames.
-ADVANCE = Part("flow.advance", (("x", BATCH), ("pairs", ("", *BATCH)), ("mask", BATCH)))
+# Codes of a cell, but for the first one, which has GRID for early audio. Larger cells compute fewer codes again.
+CELL = 2 * GRID
+# A launch is as long as an answer up to its end, until the past is as long as any. Those of the second length have two
+# cells, for an answer that ends in the second one.
+LENGTHS = (GRID, CELL, GRID + CELL, GRID + 2 * CELL, MAX_FRAMES)
+WINDOW = Window(sizes=(CELL,), lookahead=LOOKAHEAD, grid=CELL, grid_offset=GRID, lengths=LENGTHS)
+# One step of the flow's solver, for any number of streams and mel frames.
+ADVANCE = Part(
+    "flow.advance",
+    (("x", IN_COLUMNS), ("pairs", ("", *IN_COLUMNS)), ("mask", IN_COLUMNS)),
+)
 STRATEGY = Strategy(
     step=Whole(),
     gpu_render=Parts((ADVANCE, VOCODER)),

@@ -275,7 +275,9 @@ class StepAudio2(Family[VoiceState]):
         return token, (before < whole) | (left > 0)
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
-        return rendered(view, CELL_MEL * MEL_SAMPLES, self.vocoder.plan.lag, partial(self._cell, state))
+        cells = -(-view.frames // GRID)
+        most = cells * CELL_MEL * MEL_SAMPLES + self.vocoder.plan.lag
+        return rendered(view, cells, GRID, most, partial(self._cell, state))
 
     def _cell(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of at most one cell per slot, and how many of them are valid [B]."""

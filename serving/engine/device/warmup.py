@@ -140,7 +140,7 @@ def warm_sizes(runner: Runner) -> None:
         if time.perf_counter() >= end_s:
             break
         if rows != WARM_SLOTS:  # the graph's own
-            runner.lowered.render(nothing_of(runner, rows, frames, (window.lengths or (0,))[0]))
+            runner.lowered.render(nothing_of(runner, rows, frames, window.usual_length))
 
 
 class LaunchTimes:
@@ -176,7 +176,7 @@ class LaunchTimes:
     def _render_s(self, rows: int, frames: int) -> float:
         runner = self.runner
         with runner.streams.renders.here(), torch.inference_mode():
-            length = (runner.family.spec.window.lengths or (0,))[0]
+            length = runner.family.spec.window.usual_length
             view = nothing_of(runner, rows, frames, length)
             key = ("render", len(view.slots), frames, length)
             render = partial(runner.lowered.render, view)

@@ -27,7 +27,7 @@ from serving.engine.schedule.numbers import (
 )
 from serving.engine.schedule.one_window import one_window
 from serving.engine.schedule.snapshot import Snapshot
-from serving.engine.schedule.windows import WindowPlan, cut
+from serving.engine.schedule.windows import WindowPlan, cut, to_grid
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Policy(ABC):
         size = np.where(num_rendered < shapes.largest, shapes.middle, shapes.largest)
         return np.where(num_rendered == 0, shapes.smallest, size)
 
+    def is_in_order(self, now: Snapshot) -> np.ndarray:
+        """Return whose next such window is there. [S]"""
+        every = np.arange(now.slots.num_slots)
+        return now.pending >= to_grid(now, every, self.reproducible_size(now))
+
 
 @dataclass(frozen=True)
 class Throughput(Policy):
@@ -150,8 +155,9 @@ class Fifo(Policy):
 
     def is_due(self, now: Snapshot) -> np.ndarray:
         is_even = now.pending >= now.shapes.even
-        in_order = now.pending >= self.reproducible_size(now)
-        return self.is_full(now) | np.where(now.slots.listener.is_reproducible, in_order, is_even)
+        return self.is_full(now) | np.where(
+            now.slots.listener.is_reproducible, self.is_in_order(now), is_even
+        )
 
     def takes_all(self, now: Snapshot) -> np.ndarray:
         is_first = (now.slots.tape.num_rendered == 0) & ~now.slots.listener.is_reproducible
@@ -207,8 +213,8 @@ class Streaming(Policy):
         is_first = now.slots.tape.num_rendered == 0
         is_hurried = is_first & (now.pending >= self.first_size(now))
         is_hurried |= self.is_at_risk(now) & (now.pending >= now.shapes.middle)
-        in_order = now.pending >= self.reproducible_size(now)
-        return self.is_full(now) | np.where(now.slots.listener.is_reproducible, in_order, is_hurried)
+        is_reproducible = now.slots.listener.is_reproducible
+        return self.is_full(now) | np.where(is_reproducible, self.is_in_order(now), is_hurried)
 
     def takes_all(self, now: Snapshot) -> np.ndarray:
         """So does a first window that was not cut as soon as the smallest shape was full: it is to last."""

@@ -36,7 +36,7 @@ class Shapes:
     @property
     def first_frames(self) -> int:
         """Frames on a tape before its first window is due."""
-        return self.smallest + self.window.lookahead
+        return (self.window.grid_offset or self.smallest) + self.window.lookahead
 
     def fitting(self, count: np.ndarray) -> np.ndarray:
         """Return the smallest shape that holds `count` frames. [B]"""

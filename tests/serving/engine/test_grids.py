@@ -111,6 +111,17 @@ def test_a_renderer_that_keeps_nothing_back_needs_no_flush():
     assert scheduler.take_due_windows(0.0) == [] and scheduler.finished_slots().tolist() == [0]
 
 
+@pytest.mark.parametrize("policy", [Streaming(), Fifo()], ids=lambda policy: policy.name)
+def test_a_reproducible_window_is_due_once_its_own_frames_are_there(policy):
+    scheduler = speaking(policy=policy, sizes=(10,), grid=10, slots=())
+    scheduler.open(0, prompt_tokens=0, grid_offset=3, listener=Listener(is_reproducible=True))
+    for ready, windows in ((2, []), (3, [({0: (0, 3)}, 10)]), (12, []), (13, [({0: (3, 10)}, 10)])):
+        report(scheduler, {0: ready})
+        assert due(scheduler, 0.0) == windows
+        for window, _ in windows:
+            deliver(scheduler, {0: window[0][1]}, 0.0)
+
+
 @pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
 def test_reproducible_windows_do_not_depend_on_the_clock(policy):
     """However often it is asked, and whenever."""

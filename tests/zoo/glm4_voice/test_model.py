@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from models import Clock, Listener, alone, family, serve
 
 from serving.engine.engine import Engine, Finished
 from zoo.contract import View
 from zoo.glm4_voice.config import mel_frames
-from zoo.glm4_voice.strategy import GRID
+from zoo.glm4_voice.strategy import CELL, GRID
 from zoo.request import Request
 
 NAME = "glm4_voice"
@@ -51,32 +52,61 @@ def test_rows_without_a_token_are_never_drawn():
     )
 
 
-def test_a_window_that_has_only_held_samples():
-    """The speech may end after its last codes were rendered: the vocoder's lag is still to come."""
+def spoken(views: list[tuple[int, int, bool]], num_codes: int, has_lengths: bool = True) -> torch.Tensor:
+    """Return the samples of one answer, rendered in these stretches: first code, codes, whether it is the last."""
     model = family(NAME)
-
-    def rendered(views: list[tuple[int, int, bool]]) -> torch.Tensor:
-        state = model.state(1)
-        state.tape[0, : 2 * GRID, 0] = torch.arange(2 * GRID)
-        state.ready[0] = 2 * GRID
-        parts = []
+    state, window = model.state(1), model.spec.window
+    state.tape[0, :num_codes, 0] = (torch.arange(num_codes) * 5) % 64
+    state.ready[0] = num_codes
+    parts = []
+    with torch.inference_mode():
         for start, count, is_last in views:
             row = torch.tensor([start]), torch.tensor([count]), torch.tensor([is_last])
-            samples, valid = model.render(state, View(torch.tensor([0]), *row, 2 * GRID))
+            length = window.length_bucket(start + count) if has_lengths else 0
+            frames = window.bucket(count) if has_lengths else 4 * CELL
+            samples, valid = model.render(state, View(torch.tensor([0]), *row, frames, length))
             parts.append(samples[0, : valid[0]])
-        return torch.cat(parts)
+    return torch.cat(parts)
 
-    with torch.inference_mode():
-        whole = rendered([(0, 2 * GRID, True)])
-        late = rendered([(0, GRID, False), (GRID, GRID, False), (2 * GRID, 0, True)])
-    assert len(whole) == MEL_SAMPLES * mel_frames(2 * GRID)
+
+def test_a_window_that_has_only_held_samples():
+    """The speech may end after its last codes were rendered: the vocoder's lag is still to come."""
+    num = GRID + CELL
+    whole = spoken([(0, num, True)], num, has_lengths=False)
+    late = spoken([(0, GRID, False), (GRID, CELL, False), (num, 0, True)], num)
+    assert len(whole) == MEL_SAMPLES * mel_frames(num)
     torch.testing.assert_close(late, whole, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("num", [GRID - 1, GRID, GRID + 7, CELL, GRID + CELL, GRID + 3 * CELL + 9])
+def test_the_shape_of_a_launch_does_not_change_samples(monkeypatch, num, is_padded):
+    """A launch is as long as the answer's beginning needs. A short answer has two cells in one launch."""
+    starts = [0] if num <= CELL else [0, *range(GRID, num, CELL)]
+    stops = [*starts[1:], num]
+    views = [(start, stop - start, stop == num) for start, stop in zip(starts, stops, strict=True)]
+    whole = spoken([(0, num, True)], num, has_lengths=False)
+    if is_padded:
+        pad_rows(monkeypatch)
+    torch.testing.assert_close(spoken(views, num), whole, rtol=0, atol=5e-5)
+    assert len(whole) == MEL_SAMPLES * mel_frames(num) and whole.std() > 1e-4
+
+
+def pad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (
+        "zoo.glm4_voice.model",
+        "zoo.nn.s3.hift",
+        "zoo.nn.s3.stretch",
+        "zoo.nn.s3.cells",
+        "zoo.nn.s3.carried",
+    ):
+        monkeypatch.setattr(f"{place}.may_follow_values", lambda _: False)
 
 
 def test_padded_rows_give_what_they_give_alone(monkeypatch):
     """On a GPU all slots share a launch of fixed shapes; here that path runs on a CPU."""
     model = family(NAME)
-    counts = (3 * GRID + 4, GRID, 0)
+    counts = (GRID + CELL + 4, GRID, 0)
 
     def rendered() -> tuple[torch.Tensor, torch.Tensor]:
         state = model.state(len(counts))
@@ -84,13 +114,12 @@ def test_padded_rows_give_what_they_give_alone(monkeypatch):
             state.tape[slot, :count, 0] = (torch.arange(count) * (slot + 3)) % 64
             state.ready[slot] = count
         slots, count = torch.arange(len(counts)), torch.tensor(counts)
-        view = View(slots, torch.zeros_like(count), count, torch.tensor([True, False, False]), 4 * GRID)
+        view = View(slots, torch.zeros_like(count), count, torch.tensor([True, False, False]), 2 * CELL)
         return model.render(state, view)
 
     with torch.inference_mode():
         samples, valid = rendered()
-        for place in ("zoo.glm4_voice.model", "zoo.nn.s3.hift", "zoo.nn.s3.stretch"):
-            monkeypatch.setattr(f"{place}.may_follow_values", lambda _: False)
+        pad_rows(monkeypatch)
         padded, also_valid = rendered()
     assert (
         torch.equal(valid, also_valid) and valid[0] == MEL_SAMPLES * mel_frames(counts[0]) and valid[2] == 0

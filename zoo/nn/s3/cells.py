@@ -1,9 +1,9 @@
 """Render a stretch of a tape cell by cell, where a cell is what the flow computes at once.
 
-    stretch   | cell 0: GRID codes | cell 1 | ... | last cell |
-    samples   | of cell 0          | of cell 1    | of the last cell, and what the vocoder held back |
+    stretch   | cell 0    | cell 1    | ... | last cell |
+    samples   | of cell 0 | of cell 1 | ... | of the last cell, and what the vocoder held back |
 
-A stretch begins and ends on the grid, or ends with the speech. So the samples do not depend on how the tape is cut.
+A stretch begins and ends with a cell, or ends with the speech. So the samples do not depend on how the tape is cut.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from zoo.nn.s3.sizes import GRID
 
 
 def rendered(
-    view: View, cell_samples: int, lag: int, render: Callable[[View], tuple[Tensor, Tensor]]
+    view: View, cells: int, size: int, most: int, render: Callable[[View], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return samples [B, N] of a stretch, and how many of them are valid [B].
+    """Return samples [B, most] of a stretch, and how many of them are valid [B].
 
-    render: renders a view of at most one cell per slot -> samples [B, _] and how many are valid [B]. cell_samples: the
-    most of a cell; lag: those that the vocoder holds back. On a CPU each slot is rendered with its own lengths, so
-    nothing is padded.
+    cells: the most that a slot's stretch has; size: codes of each cell but the first, which has GRID. render: renders a
+    view of at most one cell per slot -> samples [B, _] and how many are valid [B]. On a CPU each slot is rendered with
+    its own lengths, so nothing is padded.
     """
-    cells = -(-view.frames // GRID)
-    most = cells * cell_samples + lag
     out = torch.zeros(len(view.slots), most + 1, device=view.slots.device)
     given = torch.zeros_like(view.count)
+    start, stop = view.start, view.start + view.count
     for cell in range(cells):
-        count = (view.count - GRID * cell).clamp(0, GRID)
-        is_end = view.is_last & (view.count <= GRID * (cell + 1))
+        end = torch.minimum(GRID + ((start - GRID).div(size, rounding_mode="floor") + 1) * size, stop)
+        count, is_end = end - start, view.is_last & (end == stop)
         # held samples are given out with the last codes, or alone if none are left
         is_used = (count > 0) | (is_end & (view.count == 0) & (cell == 0))
-        start = view.start + view.count.clamp(max=GRID * cell)
-        part = View(view.slots, start, count, is_end & is_used, GRID)
+        part = View(view.slots, start, count, is_end & is_used, size, view.length)
+        start = end
         for rows in _together(part, is_used):
             samples, valid = render(_rows_of(part, rows))
             at = torch.arange(samples.shape[1], device=samples.device)
