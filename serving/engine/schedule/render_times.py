@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from serving.engine.device.launches import Render
-from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT, PACE_STEPS
+from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT, LONG_RENDER_STEPS, PACE_STEPS
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,19 @@ class RenderTimes:
         return full * known[max(known)] + last_s
 
     @property
-    def are_long(self) -> bool:
-        """Whether even the shortest render takes longer than some steps."""
-        shortest_s = min(took_s for known in self.seconds.values() for took_s in known.values())
-        return shortest_s > PACE_STEPS * self.step_s
+    def shortest_s(self) -> float:
+        return min(took_s for known in self.seconds.values() for took_s in known.values())
 
     @property
     def max_in_flight(self) -> int:
-        """Return how many renders a device has at once: one, if it is long, since many windows become due
-        meanwhile and share the next launch."""
-        return 1 if self.are_long else GPU_RENDERS_IN_FLIGHT
+        """Return how many renders a device has at once: one, if it takes longer than a step, since many windows
+        become due meanwhile and share the next launch."""
+        return 1 if self.shortest_s > self.step_s else GPU_RENDERS_IN_FLIGHT
 
     @property
     def pace_s(self) -> float:
         """Return the seconds from one step to the next while a render is under way."""
-        return PACE_STEPS * self.step_s if self.are_long else 0.0
+        return PACE_STEPS * self.step_s if self.shortest_s > LONG_RENDER_STEPS * self.step_s else 0.0
 
     def joined(self, renders: list[Render]) -> list[Render]:
         """Return the launches of an iteration. Small windows ride in the largest launch if that takes less

@@ -342,8 +342,9 @@ def test_windows_of_another_length_or_that_are_reproducible_keep_their_launch():
 def test_one_render_is_in_flight_and_steps_have_a_pace_if_renders_are_long():
     assert LONG.max_in_flight == 1 and LONG.pace_s == PACE_STEPS * LONG.step_s
     assert SHORT.max_in_flight == GPU_RENDERS_IN_FLIGHT and SHORT.pace_s == 0
-    assert not RenderTimes({25: {2: 0.02, 24: 0.5}}, step_s=0.02 / PACE_STEPS).are_long
-    assert RenderTimes({25: {2: 0.021, 24: 0.5}}, step_s=0.02 / PACE_STEPS).are_long
+    for steps, in_flight, has_pace in ((0.9, GPU_RENDERS_IN_FLIGHT, False), (1.1, 1, False), (4.1, 1, True)):
+        times = RenderTimes({25: {2: 0.02, 24: 0.5}}, step_s=0.02 / steps)
+        assert (times.max_in_flight, times.pace_s > 0) == (in_flight, has_pace)
 
 
 def test_rows_beyond_a_launch_take_several():
