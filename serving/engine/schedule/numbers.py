@@ -25,8 +25,8 @@ MAX_LATE_IN_A_ROW = 2
 BATCHED_PART = 0.75
 """Part of the middle shape from which a window is batched with others of that shape."""
 GPU_RENDERS_IN_FLIGHT = 4
-"""Renders that a GPU has at once, if the shortest takes less than a step; meanwhile more windows are due, and one
-launch of many rows takes less time than many of few."""
+"""Renders that a GPU has at once, if the shortest takes less than a step; meanwhile more windows are due,
+and one launch of many rows takes less time than many of few."""
 LONG_RENDER_STEPS = 4.0
 """Steps that the shortest render of a model takes, from which on steps leave the device to renders."""
 PACE_STEPS = 3.0

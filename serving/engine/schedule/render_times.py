@@ -46,8 +46,8 @@ class RenderTimes:
 
     @property
     def max_in_flight(self) -> int:
-        """Return how many renders a device has at once: one, if it takes longer than a step, since many windows
-        become due meanwhile and share the next launch."""
+        """Return how many renders a device has at once: one, if it takes longer than a step, since many
+        windows become due meanwhile and share the next launch."""
         return 1 if self.shortest_s > self.step_s else GPU_RENDERS_IN_FLIGHT
 
     @property
