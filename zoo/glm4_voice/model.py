@@ -181,7 +181,7 @@ class Glm4Voice(Family[VoiceState]):
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         # A stretch of at most CELL codes is one cell, unless it begins with the first cell and goes on behind it.
-        is_cell = view.frames <= CELL and view.length not in (0, CELL)
+        is_cell = view.frames <= CELL and view.length != CELL
         cells = 1 if is_cell else 1 - (-view.frames // CELL)
         most = MEL_SAMPLES * (mel_frames(view.frames) + cells) + self.vocoder.plan.lag
         return rendered(view, cells, CELL, most, partial(self._cell, state))
@@ -191,10 +191,10 @@ class Glm4Voice(Family[VoiceState]):
         slots, start, stop = view.slots, view.start, view.start + view.count
         first = ((start - LEAST_PAST).clamp(min=0) // PER_TOKENS) * PER_TOKENS
         end = torch.minimum(stop + LOOKAHEAD, state.ready[slots])
-        num_codes = min(view.length + LOOKAHEAD, MOST_CODES) if view.length else MOST_CODES
-        mel = self._mel(state, slots, first, start, torch.maximum(end, first + 1), num_codes)
+        most = min(view.length + LOOKAHEAD, MOST_CODES)
+        mel = self._mel(state, slots, first, start, torch.maximum(end, first + 1), most)
         mel_start, mel_stop = _mel_frames(start), _mel_frames(stop)
-        size = GRID if 0 < view.length <= CELL else CELL
+        size = GRID if view.length <= CELL else CELL
         at = torch.arange(mel_frames(size) + 1, device=slots.device)
         mel = mel.gather(1, _index(mel_start - _mel_frames(first), at, mel.shape[1]))
         is_new = (mel_start[:, None] + at < mel_stop[:, None])[..., None]

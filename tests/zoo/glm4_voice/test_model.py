@@ -52,8 +52,11 @@ def test_rows_without_a_token_are_never_drawn():
     )
 
 
-def spoken(views: list[tuple[int, int, bool]], num_codes: int, has_lengths: bool = True) -> torch.Tensor:
-    """Return the samples of one answer, rendered in these stretches: first code, codes, whether it is the last."""
+def spoken(views: list[tuple[int, int, bool]], num_codes: int, is_one_shape: bool = False) -> torch.Tensor:
+    """Return the samples of one answer, rendered in these stretches: first code, codes, whether it is the last.
+
+    is_one_shape: the stretches are padded to one shape that holds all of them, instead of each to its own.
+    """
     model = family(NAME)
     state, window = model.state(1), model.spec.window
     state.tape[0, :num_codes, 0] = (torch.arange(num_codes) * 5) % 64
@@ -62,8 +65,9 @@ def spoken(views: list[tuple[int, int, bool]], num_codes: int, has_lengths: bool
     with torch.inference_mode():
         for start, count, is_last in views:
             row = torch.tensor([start]), torch.tensor([count]), torch.tensor([is_last])
-            length = window.length_bucket(start + count) if has_lengths else 0
-            frames = window.bucket(count) if has_lengths else 4 * CELL
+            frames, length = window.bucket(count), window.length_bucket(start + count)
+            if is_one_shape:
+                frames, length = 4 * CELL, window.lengths[-1]
             samples, valid = model.render(state, View(torch.tensor([0]), *row, frames, length))
             parts.append(samples[0, : valid[0]])
     return torch.cat(parts)
@@ -72,7 +76,7 @@ def spoken(views: list[tuple[int, int, bool]], num_codes: int, has_lengths: bool
 def test_a_window_that_has_only_held_samples():
     """The speech may end after its last codes were rendered: the vocoder's lag is still to come."""
     num = GRID + CELL
-    whole = spoken([(0, num, True)], num, has_lengths=False)
+    whole = spoken([(0, num, True)], num, is_one_shape=True)
     late = spoken([(0, GRID, False), (GRID, CELL, False), (num, 0, True)], num)
     assert len(whole) == MEL_SAMPLES * mel_frames(num)
     torch.testing.assert_close(late, whole, rtol=0, atol=5e-5)
@@ -85,7 +89,7 @@ def test_the_shape_of_a_launch_does_not_change_samples(monkeypatch, num, is_padd
     starts = [0] if num <= CELL else [0, *range(GRID, num, CELL)]
     stops = [*starts[1:], num]
     views = [(start, stop - start, stop == num) for start, stop in zip(starts, stops, strict=True)]
-    whole = spoken([(0, num, True)], num, has_lengths=False)
+    whole = spoken([(0, num, True)], num, is_one_shape=True)
     if is_padded:
         pad_rows(monkeypatch)
     torch.testing.assert_close(spoken(views, num), whole, rtol=0, atol=5e-5)
@@ -114,8 +118,8 @@ def test_padded_rows_give_what_they_give_alone(monkeypatch):
             state.tape[slot, :count, 0] = (torch.arange(count) * (slot + 3)) % 64
             state.ready[slot] = count
         slots, count = torch.arange(len(counts)), torch.tensor(counts)
-        view = View(slots, torch.zeros_like(count), count, torch.tensor([True, False, False]), 2 * CELL)
-        return model.render(state, view)
+        shape, is_last = (2 * CELL, model.spec.window.lengths[-1]), torch.tensor([True, False, False])
+        return model.render(state, View(slots, torch.zeros_like(count), count, is_last, *shape))
 
     with torch.inference_mode():
         samples, valid = rendered()
