@@ -4,9 +4,9 @@
     python benchmarks/device.py --out RESULT.json --models cosyvoice2=full qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full
 
 SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
-values. SPEC is SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART]]]]: the server's slots, by default the largest of --streams;
-published or fp8; and the options --codec and --kv-part for this model. Without --models, every family runs at its
-smallest size. KIND is one of:
+values. SPEC is SIZE[:SLOTS[:WEIGHTS[:CODEC[:KV_PART[:DEPTH]]]]]: the server's slots, by default the largest of
+--streams; published or fp8; the options --codec and --kv-part for this model; and layers or whole. Without --models,
+every family runs at its smallest size. KIND is one of:
 
     figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
               begin together, one stream for each slot that is followed by the next, and random arrivals at --rates
@@ -193,11 +193,13 @@ def loaded(path: Path, spec: Sequence[str], options: argparse.Namespace, kv_slot
     from serving.engine.engine import Engine
     from serving.engine.memory.memory_plan import usual_kv_bytes
 
-    slots, weights, codec, kv_part = (*spec, "", "", "", "")[:4]
+    slots, weights, codec, kv_part, depth = (*spec, "", "", "", "", "")[:5]
     most = int(slots or max(options.streams))
     family = zoo.load(path, device=DEVICE)
     part = 1 if kv_slots else float(kv_part or options.kv_part)
-    prepare_for_host(family, compile=not options.no_compile, weights=weights or "published")
+    prepare_for_host(
+        family, compile=not options.no_compile, weights=weights or "published", depth=depth or "layers"
+    )
     return Engine(
         family,
         max_slots=most,

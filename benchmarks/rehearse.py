@@ -42,10 +42,11 @@ from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
 from compile_cache import choices
 from compile_cache.strategy import Eager, Parts
+from serving.engine.device.prepare_for_host import DEPTHS
 from serving.engine.device.runner import CODECS
 from serving.engine.memory.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
-from zoo.nn import fp8
+from zoo.nn import fp8, frame_stack
 from zoo.nn.swiglu import WAYS
 
 CONTEXT = 500  # positions of every slot
@@ -130,6 +131,7 @@ def rehearse(
     parts: Collection[str] = PARTS,
     weights: str = "published",
     is_largest_window: bool = False,
+    depth: str = "layers",
 ) -> Rehearsal:
     """Run a model's parts on a pretended card. is_largest_window: renders have windows of the largest size
     only."""
@@ -147,6 +149,8 @@ def rehearse(
             family = shapes.load(path, mode)
             if weights == "fp8":
                 fp8.round_weights(family)
+            if depth == "whole":
+                frame_stack.join(family)
             return Rehearsed(family, slots, CONTEXT, log, codec, is_largest_window, memory)
 
         runner = loaded(memory=2)
@@ -267,6 +271,7 @@ def main() -> None:
     parser.add_argument("--codec", default="float32", choices=CODECS)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--weights", default="published", choices=("published", "fp8"))
+    parser.add_argument("--depth", default="layers", choices=DEPTHS)
     parser.add_argument(
         "--no-build", action="store_true", help="only count: generate kernels without building them"
     )
@@ -276,7 +281,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         wanted = options.family, options.size, options.card, options.slots
         how = options.codec, not options.no_build, options.parts, options.weights
-        result = rehearse(*wanted, Path(directory), *how)
+        result = rehearse(*wanted, Path(directory), *how, depth=options.depth)
     print("\n".join(report(result)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result.as_json()) + "\n")

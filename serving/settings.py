@@ -29,6 +29,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunked: bool = False  # models that render whole speeches render them in chunks
     codec: str = "float32"  # the precision of a GPU's renders
     attention: str = "auto"  # of a GPU's steps: "auto", "triton" or "flashinfer"
+    depth: str = "layers"  # a GPU's code predictors run layer by layer, or "whole"
     deterministic: bool = False  # equal requests give equal bytes under any load
     compile: bool = True
     warm: bool = True

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 # us. A step without its bytes and without our own kernels takes 1.9 to 2.8 us a launch (benchmarks/LOG.md,
 # 2026-11-22).
 GRAPH_LAUNCH_US = 2.5
+# A further phase of a kernel whose programs wait for each other: the wait, and the first bytes after it. It is assumed,
+# and no GPU has measured it.
+PHASE_US = 2.0
 # An operator that Python launches: PyTorch's dispatcher, the allocator and the driver, on one thread.
 EAGER_LAUNCH_US = 6.0
 # The share of a card's peak that good kernels reach: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to

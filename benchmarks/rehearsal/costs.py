@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, Card
+from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, PHASE_US, Card
 from zoo.contract import Window
 
 CLIP_S = 5.0  # of what a user says
@@ -34,6 +34,10 @@ class Row(NamedTuple):
     flops: int
     arithmetic: str
     memory_bytes: int | None = None
+
+    @property
+    def start_us(self) -> float:
+        return PHASE_US if self.kind == "phase" else GRAPH_LAUNCH_US
 
 
 class Cost(NamedTuple):
@@ -58,9 +62,7 @@ class Part:
 
     def device_ms(self, card: Card) -> float:
         rows = self.rows
-        return (
-            sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
-        )
+        return sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, r.start_us) for r in rows) / 1e3
 
     def busy_ms(self, card: Card, which: Callable[[Row], bool] = lambda row: True) -> float:
         rows = filter(which, self.rows)
@@ -72,7 +74,7 @@ class Part:
 
     @property
     def num_launches(self) -> int:
-        return sum(row.num for row in self.rows)
+        return sum(row.num for row in self.rows if row.kind != "phase")
 
     def num_bytes(self, which: Callable[[Row], bool] = lambda row: True) -> int:
         return sum(row.num * row.bytes for row in self.rows if which(row))

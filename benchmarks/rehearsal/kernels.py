@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from triton.runtime.jit import JITFunction, MockTensor
 
 from benchmarks.rehearsal.launches import Log, arithmetic, tensor_bytes, tensors_of
+from zoo.kernels import triton_whole_stack
 
 RESULTS = {"out", "log_sums", "grown"}  # arguments that our kernels write
 # FLOPs of kernels whose arithmetic may take longer than their bytes, from their arguments
@@ -33,18 +34,28 @@ WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
     "_convolve_rows": lambda given: 2 * given["rows"] * given["weight"].numel(),
     "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["capacity"] + given["num"]),
+    "_run_stack": lambda given: 2 * given["x"].shape[:2].numel() * _stack_weights(given),
 }
 # Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one
 # layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
     ("_attend_stretch", "arena"): lambda given: _past_bytes(given["k"], given["capacity"]),
     ("_keep_stretch", "arena"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
+    # a table of addresses stands for the weights, and half of a frame's cache is filled on average
+    ("_run_stack", "table"): lambda given: _stack_weights(given) * given["x"].itemsize,
+    ("_run_stack", "cache"): lambda given: tensor_bytes(given["cache"]) // 2,
 }
 
 
 def _past_bytes(keys: Tensor, capacity: int) -> int:
     """Return the bytes of keys and values of so many places for each row of keys [B, Q, D]."""
     return 2 * keys.shape[0] * capacity * keys.shape[2] * keys.itemsize
+
+
+def _stack_weights(given: dict[str, Any]) -> int:
+    """Return the number of weights in the matrices of a `whole_stack`."""
+    heads = (2 * given["GROUP"] + 2) * given["KV_HEADS"] * given["DIM"]  # queries twice: qkv and out
+    return int(given["layers"] * given["WIDTH"] * (heads + 3 * given["INNER"]))
 
 
 class Kernel:
@@ -124,7 +135,12 @@ def lowering(log: Log) -> Iterator[Kernels]:
         reads = [one for name, one in touched.items() if name not in is_written]
         writes = [one for name, one in touched.items() if name in is_written]
         flops = WORK[function.__name__](given) if function.__name__ in WORK else 0
-        log.add(function.__name__, reads, writes, flops, arithmetic(tensors_of(given)) if flops else "fp32")
+        kind = tensors_of(given["x"] if function.__name__ == "_run_stack" else given)
+        log.add(function.__name__, reads, writes, flops, arithmetic(kind) if flops else "fp32")
+        if function.__name__ == "_run_stack":
+            with log.of("phase"):  # in which programs wait for each other; it moves nothing of its own
+                for _ in range(triton_whole_stack.PHASES * given["layers"] - 1):
+                    log.add("phase", ())
         mocked, named = tree_map(_without_values, (args, kwargs))
         compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
         kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)

@@ -48,7 +48,8 @@ class Launch(NamedTuple):
     """One kernel.
 
     kind: "triton" and "extern" (generated for the compiled graph, and called by it), "recorded" (launched by
-    Python once, while recording), or "eager" (launched by Python each time). within: our operator that it is
+    Python once, while recording), "eager" (launched by Python each time), or "phase" (a further phase of a
+    kernel). within: our operator that it is
     a part of. memory_bytes: its bytes that are not in the card's cache (`l2`)."""
 
     name: str

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import zoo
 from zoo.checkpoint import loading, synthetic
+from zoo.nn import frame_stack, whole_stack
+from zoo.nn.block import PreNormBlock
 
 
 def write(family: str, size: str, path: Path) -> Path:
@@ -66,6 +68,12 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _plain_to(tensor, *args, **kwargs)
 
 
+def _no_addresses(blocks: list[PreNormBlock]) -> Tensor:
+    """Replace `whole_stack.addresses_of`, since these weights are nowhere."""
+    shape = len(blocks), whole_stack.PARTS
+    return torch.zeros(shape, dtype=torch.int64, device=blocks[0].norm.weight.device)
+
+
 @contextmanager
 def fake() -> Iterator[FakeTensorMode]:
     """Give tensors shapes and devices but no values, while the context is active."""
@@ -77,6 +85,7 @@ def fake() -> Iterator[FakeTensorMode]:
         ),
         mock.patch.object(Tensor, "numpy", _some_values),
         mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(frame_stack, "addresses_of", _no_addresses),
     ):
         yield mode
 

@@ -91,6 +91,14 @@ Attention = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Depth = Annotated[
+    Literal["layers", "whole"],
+    Option(
+        help="A GPU runs the code predictor of Qwen3-TTS, Fish Audio S2 or CSM layer by layer, or each of its passes whole, "
+        "in one launch. Nobody has measured whole yet.",
+        rich_help_panel=MODEL,
+    ),
+]
 Compile = Annotated[
     bool, Option(help="The model is compiled; --no-compile runs it eagerly.", rich_help_panel=MODEL)
 ]

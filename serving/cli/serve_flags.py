@@ -26,6 +26,7 @@ from serving.cli.common import (
     Chunked,
     Codec,
     Compile,
+    Depth,
     Device,
     DeviceMap,
     DType,
@@ -72,6 +73,7 @@ class Model:
     chunked: Chunked = False
     codec: Codec = "float32"
     attention: Attention = "auto"
+    depth: Depth = "layers"
     deterministic: Annotated[
         bool,
         Option(
@@ -167,6 +169,7 @@ class Model:
             self.chunked,
             self.codec,
             self.attention,
+            self.depth,
             self.deterministic,
             self.compile,
             self.warm,

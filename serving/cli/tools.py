@@ -18,6 +18,7 @@ from serving.cli.common import (
     Chunked,
     Codec,
     Compile,
+    Depth,
     Device,
     DeviceMap,
     DType,
@@ -217,6 +218,7 @@ def warm(
     chunked: Chunked = False,
     codec: Codec = "float32",
     attention: Attention = "auto",
+    depth: Depth = "layers",
     deterministic: Annotated[
         bool,
         Option(
@@ -257,6 +259,7 @@ def warm(
         deterministic=deterministic,
         codec=codec,
         attention=attention,
+        depth=depth,
     )
     with progress_bar(", ".join(directories)) as advance:
         made = compile_all(options, advance)
@@ -283,6 +286,7 @@ def parity(
     weights: Weights = "published",
     codec: Codec = "float32",
     attention: Attention = "auto",
+    depth: Depth = "layers",
     compile: Compile = True,
 ) -> int:
     """Measure a model's numerical error.
@@ -309,6 +313,7 @@ def parity(
         frames=frames,
         codec=codec,
         attention=attention,
+        depth=depth,
         reference_python=str(reference_python) if reference_python.exists() else None,
         log_line=partial(print, file=sys.stderr, flush=True),
     )
@@ -318,6 +323,8 @@ def parity(
     form = f"{'compiled' if compile else 'eager'} {result['dtype']}"
     if weights != "published":
         form += f", weights {weights}"
+    if depth != "layers":
+        form += f", depth {depth}"
     table = Table(title=f"{model}: {result['family']} {result['variant']}", title_justify="left")
     for column in ("request", "ours", "theirs", "steps equal", "seconds equal", "most apart", "SNR"):
         table.add_column(column)

@@ -81,7 +81,9 @@ def main() -> None:
             if family.spec.licence:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         with one_line_if_full():
-            prepare_for_host(*families.values(), compile=is_compiled, weights=options.weights)
+            prepare_for_host(
+                *families.values(), compile=is_compiled, weights=options.weights, depth=options.depth
+            )
         engine = Engine(
             families,
             max_slots=max_slots,

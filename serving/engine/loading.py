@@ -91,6 +91,8 @@ def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict
         raise ValueError(
             f"--device-map copies published weights: --weights {options.weights} needs all on one GPU"
         )
+    if options.depth != "layers":
+        raise ValueError(f"--device-map copies weights: --depth {options.depth} needs all on one GPU")
     if len(options.models) != 1:
         raise ValueError(f"--device-map is for one model, and {len(options.models)} are given")
     [path] = options.models.values()

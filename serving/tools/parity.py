@@ -47,18 +47,19 @@ def parity(
     max_slots: int = 8,
     codec: str = "float32",
     attention: str = "auto",
+    depth: str = "layers",
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure one greedy request for each capability of the model. Returns JSON, with null for infinity.
 
-    max_slots, codec, attention: the settings of the server, so that its compiled code is found in the cache.
+    max_slots, codec, attention, depth: the settings of the server, so that its compiled code is found in the cache.
     reference_python: the Python of the reference's environment; None skips the reference. Raises ValueError.
     """
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
     # This sets the number of threads, so it comes before any computation.
-    prepare_for_host(served, compile=compile, weights=weights)
+    prepare_for_host(served, compile=compile, weights=weights, depth=depth)
     work, refused = every_request(plain, frames)
     if not work:
         raise ValueError(f"{model} refuses every request: {'; '.join(refused.values())}")
@@ -80,6 +81,7 @@ def parity(
         "device": str(plain.device),
         "dtype": str(served.dtype).removeprefix("torch."),
         "weights": weights,
+        "depth": depth,
         "compiled": compile,
         "torch": torch.__version__,
         "cache": str(cache_place(served)),

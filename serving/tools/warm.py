@@ -26,7 +26,7 @@ def warm(
     began_s = time.perf_counter()
     max_slots, kv_memory_bytes = sizes(options)
     families = load(options.models, options.device, options.dtype, progress, chunked=options.chunked)
-    prepare_for_host(*families.values(), weights=options.weights)
+    prepare_for_host(*families.values(), weights=options.weights, depth=options.depth)
     engine = Engine(
         families,
         max_slots=max_slots,

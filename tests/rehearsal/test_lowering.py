@@ -14,6 +14,8 @@ import zoo
 pytest.importorskip("triton", reason="pip install -e .[rehearse]")
 
 from benchmarks.rehearse import rehearse
+from zoo.csm.demo import CONFIGS
+from zoo.kernels.triton_whole_stack import PHASES
 
 pytestmark = pytest.mark.rehearse
 # What runs on each card, and how many slots. The graph of a render takes longest to compile.
@@ -42,3 +44,13 @@ def test_a_model_runs_without_waits_in_few_launches_whose_kernels_build(
     counted = {kind: step.num(kind) for kind in KINDS}
     over = {kind: num for kind, num in counted.items() if num > BUDGET[name][kind]}
     assert not over, f"{over} launches, but the budget is {BUDGET[name]}"
+
+
+def test_a_whole_code_predictor_has_one_launch_a_pass(tmp_path: Path) -> None:
+    result = rehearse("csm", "tiny", "h100", (16, 64), tmp_path, parts=("step",), depth="whole")
+    assert result.problems == [] and result.graphs_again == 0
+    step = result.parts[-1]
+    num_passes = CONFIGS["tiny"]["num_codebooks"] - 1
+    num_phases = PHASES * CONFIGS["tiny"]["depth_decoder_config"]["num_hidden_layers"]
+    assert sum(num for launch, num in step.launches.items() if launch.name == "_run_stack") == num_passes
+    assert step.num("phase") == num_passes * (num_phases - 1)

@@ -22,6 +22,7 @@ FLAGS = {
     "--dtype": "bfloat16",
     "--codec": "tf32",
     "--attention": "triton",
+    "--depth": "whole",
     "--deterministic": None,
     "--no-compile": None,
     "--no-warm": None,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.csm.config import Config
-from zoo.nn.blocked_stack import FrameBlock, frame_stack
+from zoo.nn.frame_stack import FrameBlock, frame_stack
 from zoo.nn.linear import Tables
 from zoo.nn.llama import frequencies
 from zoo.nn.narrow import dtype_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zoo.fish_s2.block import turns
 from zoo.fish_s2.config import Config
-from zoo.nn.blocked_stack import FrameBlock, frame_stack
+from zoo.nn.frame_stack import FrameBlock, frame_stack
 from zoo.nn.norm import RMSNorm
 
 

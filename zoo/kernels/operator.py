@@ -25,17 +25,20 @@ def like_first(first: Tensor, *others: object) -> Tensor:
 
 
 def operator(
-    name: str, gives: Callable[..., Any] = like_first, writes: Sequence[str] = ()
+    name: str,
+    gives: Callable[..., Any] = like_first,
+    writes: Sequence[str] = (),
+    tags: Sequence[torch.Tag] = (),
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Return a decorator that makes a function an operator. It mutates only the arguments that `writes`
     names.
 
     gives: the function's arguments -> an empty tensor of the result's shape and dtype, or several, for the
-    compiler.
+    compiler. tags: what the compiler may assume.
     """
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
-        made = torch.library.custom_op(f"zoo::{name}", function, mutates_args=writes)
+        made = torch.library.custom_op(f"zoo::{name}", function, mutates_args=writes, tags=tags)
         made.register_fake(gives)
         return made
 

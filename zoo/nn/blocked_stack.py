@@ -8,7 +8,6 @@ up to the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -19,7 +18,6 @@ from zoo.contract import Batch
 from zoo.kernels.operator import like_first
 from zoo.nn.attention import Paged
 from zoo.nn.block import PreNormBlock
-from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.norm import RMSNorm
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU
 from zoo.nn.window_attention import GeluMLP, WindowLayer
@@ -52,60 +50,6 @@ def run_blocks(
     for i, layer in enumerate(layers, first_layer):
         x = layer(x, *rotary, Paged(batch, i))
     return x if norm is None else norm(x)
-
-
-class FrameBlock(PreNormBlock):
-    """A block over the tokens of a frame, with a dense cache that starts empty in each frame. Its position in
-    the frame is a tensor argument, so that all blocks and steps share one compiled region."""
-
-    is_rounded = False  # rotated values, see `attend_and_grow`
-
-    @torch.compiler.nested_compile_region
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the block on x [B, L, D], which starts at position [1]; cos and sin [K, dim]; cache [B, 2, Hkv,
-        K, dim] fp32. L is 2 at the frame's start and 1 after that. Return x, and the cache with these
-        positions added."""
-        q, k, v = self.project(x)
-        mixed, cache = attend_and_grow(
-            *(q, k, v, cos, sin, self.head_dim**-0.5, position, cache),
-            norms=(*self.head_norms(), self.norm.eps),
-            is_paired=self.is_paired,
-            is_rounded=self.is_rounded,
-        )
-        return self.combine(x, mixed.flatten(2)), cache
-
-
-def frame_stack(
-    layers: nn.ModuleList, norm: RMSNorm, cos: Tensor, sin: Tensor, hidden: Tensor
-) -> Callable[[Tensor, slice], Tensor]:
-    """Return a function that runs `FrameBlock`s and the norm behind them on a frame's next tokens: x [B, L, D]
-    and their positions -> the last of them [B, D]. Its cache starts empty.
-
-    cos and sin [K, dim] float32. hidden [B, ...]: any tensor of this many frames and the model's dtype.
-    """
-    first, num = block_of(layers[0]), len(cos)
-    shape = hidden.shape[0], 2, first.kv_heads, num, first.head_dim
-    positions = torch.arange(num, device=hidden.device)
-    if is_whole(layers, hidden):
-        whole = hidden.new_empty(len(layers), *shape)
-        how = first.heads, first.head_dim**-0.5, norm.eps, first.is_paired, first.is_rounded
-
-        def run_whole(x: Tensor, here: slice) -> Tensor:
-            where = cos, sin, positions[here][:1], whole
-            given = norm.weight, layers.addresses
-            return torch.ops.zoo.blocked_frame_stack.default(x, *where, *how, *given)[:, -1]
-
-        return run_whole
-    cache = [hidden.new_empty(shape, dtype=torch.float32)] * len(layers)
-
-    def run(x: Tensor, here: slice) -> Tensor:
-        for i, layer in enumerate(layers):
-            x, cache[i] = layer(x, cos, sin, positions[here][:1], cache[i])
-        return norm(x[:, -1])
-
-    return run
 
 
 def is_whole(layers: nn.ModuleList, x: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.checkpoint.stack import StackConfig
-from zoo.nn.blocked_stack import FrameBlock, frame_stack
+from zoo.nn.frame_stack import FrameBlock, frame_stack
 from zoo.nn.linear import Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table

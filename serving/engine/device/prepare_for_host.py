@@ -16,7 +16,7 @@ from compile_cache import artifacts, store, threads
 from compile_cache.artifacts import Entry
 from zoo import kernels
 from zoo.contract import Family
-from zoo.nn import fp8, residual
+from zoo.nn import fp8, frame_stack, residual
 from zoo.nn.pack import num_in_int8, pack
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -36,11 +36,14 @@ def keep_freed_memory() -> None:
 
 
 WEIGHTS = ("published", "int8", "fp8")
+DEPTHS = ("layers", "whole")
 
 log = structlog.get_logger()
 
 
-def prepare_for_host(*families: Family, compile: bool = True, weights: str = "published") -> None:
+def prepare_for_host(
+    *families: Family, compile: bool = True, weights: str = "published", depth: str = "layers"
+) -> None:
     """Set the threads for the largest family, lay matrices out for the CPU, build its kernels, and keep
     freed memory. Call it once for all of a process, before anything is compiled. Raises ValueError if
     something is to be compiled and its place cannot be written, if the C++ compiler is missing, or if no
@@ -48,8 +51,10 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
 
     weights: one of WEIGHTS. The others round large matrices of bf16 weights: "int8" needs a CPU's kernels,
     "fp8" a GPU that multiplies it.
+    depth: one of DEPTHS. "whole" runs each pass of a code predictor in one launch of a GPU.
     """
     check_weights(families, compile, weights)
+    check_depth(families, depth)
     device = families[0].device.type
     largest = max(families, key=lambda family: sum(tensor.nbytes for tensor in family.parameters()))
     threads.set_num_threads(largest, is_compiled=compile)
@@ -58,6 +63,8 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
             with artifacts.opened(artifacts.place("fp8", "choices")):
                 for family in families:
                     fp8.round_weights(family)
+        if depth == "whole":
+            join_depth(families)
         return
     if not compile:
         for family in families:
@@ -72,6 +79,18 @@ def prepare_for_host(*families: Family, compile: bool = True, weights: str = "pu
     if weights == "int8":
         check_rounded(families)
     keep_freed_memory()
+
+
+def join_depth(families: Sequence[Family]) -> None:
+    """Run each pass of all code predictors in one launch. Raises ValueError if no family has one, or if a
+    GPU cannot run it so. If only some have one, log the others."""
+    left = [family.spec.name or family.spec.family for family in families if not frame_stack.join(family)]
+    if len(left) == len(families):
+        raise ValueError(
+            f"depth whole is for code predictors, and {' and '.join(left)} has none: use depth layers"
+        )
+    for name in left:
+        log.warning("a step runs layer by layer", model=name, why="the model has no code predictor")
 
 
 def check_rounded(families: Sequence[Family]) -> None:
@@ -101,6 +120,14 @@ def check_weights(families: Sequence[Family], compile: bool, weights: str) -> No
         possible = "published or int8" if device == "cpu" else "published"
         for why in filter(None, (fp8.why_not(family.device, family.dtype) for family in families)):
             raise ValueError(f"{why}: use weights {possible}")
+
+
+def check_depth(families: Sequence[Family], depth: str) -> None:
+    """Raise ValueError, which says what is possible, if families cannot have this depth."""
+    if depth not in DEPTHS:
+        raise ValueError(f"depth {depth!r} is not possible; possible: {', '.join(DEPTHS)}")
+    if depth == "whole" and families[0].device.type == "cpu":
+        raise ValueError("depth whole is for a GPU, and the model is on cpu: use depth layers")
 
 
 @contextmanager

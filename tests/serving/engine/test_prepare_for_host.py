@@ -133,6 +133,31 @@ def test_a_gpu_with_fp8_gets_rounded_matrices(monkeypatch, tmp_path):
     assert place != cache_place(fitted)
 
 
+@pytest.mark.parametrize(
+    "name, depth, device, why",
+    [
+        ("qwen3_tts", "one", "cuda", "depth 'one' is not possible; possible: layers, whole"),
+        ("qwen3_tts", "whole", "cpu", "the model is on cpu: use depth layers"),
+        ("higgs_v3", "whole", "cuda", "higgs_v3 has none: use depth layers"),
+    ],
+)
+def test_depths_that_are_not_possible_are_refused(name, depth, device, why):
+    fitted = zoo.load(directory(name, "tiny"), "cpu", "bfloat16")
+    fitted.device = torch.device(device)
+    with pytest.raises(ValueError, match=why):
+        prepare_for_host(fitted, depth=depth)
+
+
+def test_whole_code_predictors_have_compiled_code_of_their_own():
+    fitted, other = (zoo.load(directory(name, "tiny"), "cpu", "bfloat16") for name in ("csm", "higgs_v3"))
+    fitted.device = other.device = torch.device("cuda")
+    place, place_of_other = cache_place(fitted), cache_place(other)
+    with structlog.testing.capture_logs() as lines:
+        prepare_for_host(fitted, other, depth="whole")
+    assert place != cache_place(fitted) and place_of_other == cache_place(other)
+    assert [line["why"] for line in lines] == ["the model has no code predictor"]
+
+
 def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monkeypatch):
     code = tmp_path / "code"
     code.mkdir()

@@ -28,6 +28,7 @@ from zoo.kernels import (  # noqa: E402
     triton_sampling,
     triton_stretch,
     triton_swiglu,
+    triton_whole_stack,
 )
 from zoo.nn import sampling  # noqa: E402
 
@@ -46,7 +47,9 @@ SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "conv", "frame_attention", "sampling", "stretch", "swiglu"])
+@pytest.mark.parametrize(
+    "what", ["attention", "conv", "frame_attention", "sampling", "stretch", "swiglu", "whole_stack"]
+)
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -167,6 +170,35 @@ def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_
     values |= {"token_stride": "i32", "scale": "fp32"} | ({"eps": "fp32"} if cached else {})
     registers, stack, shared = build(kernel, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {frame} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+
+
+# hidden size, inner size, heads as above, positions, and the treatment of heads
+STACKS = {
+    "qwen3_tts": (1024, 3072, (16, 8, 128), 16, (True, False, False)),
+    "fish_s2": (2560, 9728, (32, 8, 128), 10, (False, True, True)),
+    "csm": (1024, 8192, (8, 2, 128), 32, (False, False, False)),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("streams", "tokens"), [(1, 2), (64, 1)])
+@pytest.mark.parametrize("name", STACKS)
+def test_a_whole_code_predictor_builds_without_spills(name, streams, tokens, card, tmp_path):
+    """Each multiprocessor of the card must have room for a program, so that all run at once."""
+    width, inner, heads, positions, treatment = STACKS[name]
+    values = {"x": torch.bfloat16} | dict.fromkeys(("cos", "sin"), torch.float32) | {"first": "i32"}
+    values |= {"cache": torch.float32, "table": torch.int64}
+    values |= dict.fromkeys(("qkv", "mixed", "inner", "out"), torch.bfloat16) | {"arrived": "*i32"}
+    values |= dict.fromkeys(("batch", "layers"), "i32") | dict.fromkeys(("scale", "eps"), "fp32")
+    programs = {"H100": 132, "RTX 4090": 128}[card]
+    values |= triton_whole_stack.constants(streams, tokens, width, inner, *heads, positions, programs)
+    values |= dict(zip(("IS_NORMED", "IS_PAIRED", "IS_ROUNDED"), treatment, strict=True))
+    values |= {"PHASE": -1, "IS_ASKED_FOR": True}
+    registers, stack, shared = build(triton_whole_stack._run_stack, values, CARDS[card], tmp_path)
+    print(f"{card} {name} {streams} x {tokens}: {registers} registers, {stack} B stack, {shared} B shared")
     assert stack == 0, f"{stack} bytes per thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
 

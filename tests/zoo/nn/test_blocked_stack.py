@@ -15,7 +15,8 @@ from zoo.fish_s2.block import SlowBlock
 from zoo.fish_s2.depth import FastBlock
 from zoo.nn import llama, qwen3
 from zoo.nn.block import PreNormBlock
-from zoo.nn.blocked_stack import FrameBlock, frame_stack, is_whole, run_blocks
+from zoo.nn.blocked_stack import is_whole, run_blocks
+from zoo.nn.frame_stack import FrameBlock, frame_stack
 from zoo.nn.norm import RMSNorm
 from zoo.nn.pack import pack
 from zoo.qwen3_tts.depth import DepthBlock
