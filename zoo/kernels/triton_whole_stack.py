@@ -93,11 +93,11 @@ def _multiply(
         weight_at = weight + (column % OUTPUTS * WIDTH)[None, None, :] + d[:, :, None]
         size = tl.zeros((ROWS,), tl.float32)
         if IS_NORMED:
+            squares = tl.zeros((WARPS, ROWS, STEP), tl.float32)
             for start in tl.range(0, WIDTH, WARPS * STEP, num_stages=STAGES):
                 a = _loaded(x_at + start, (start + d)[:, None, :] < WIDTH, WIDTH % (WARPS * STEP) == 0)
-                a = a.to(tl.float32)
-                size += tl.sum(tl.sum(a * a, 2), 0)
-            size = tl.rsqrt(size / WIDTH + eps)
+                squares += a.to(tl.float32) * a.to(tl.float32)
+            size = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / WIDTH + eps)
         sums = tl.zeros((WARPS, ROWS, COLUMNS), tl.float32)
         up = tl.zeros((WARPS, ROWS, COLUMNS), tl.float32)
         for start in tl.range(0, WIDTH, WARPS * STEP, num_stages=STAGES):
