@@ -40,7 +40,7 @@ docs: $(VENV)/.installed
 
 rehearse: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
-	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4 --dist worksteal
 
 voice: $(VENV)/.installed
 	$(BIN)/python -m train_a_voice pack voice

@@ -375,7 +375,9 @@ def run_stack(
     each block."""
     batch, tokens, width = x.shape
     layers, _, _, kv_heads, cached, dim = cache.shape
-    assert x.is_contiguous() and cache.is_contiguous() and cache.numel() < 1 << 31, cache.shape
+    assert all(tensor.is_contiguous() for tensor in (x, cos, sin, cache)) and cache.numel() < 1 << 31, (
+        cache.shape
+    )
     programs = num_programs(x)
     sizes = constants(batch, tokens, width, inner, heads, kv_heads, dim, cached, programs)
     out = room(x, width)

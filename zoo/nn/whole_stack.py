@@ -83,6 +83,7 @@ def tensors_of(block: PreNormBlock) -> list[Tensor]:
 
 def addresses_of(blocks: Sequence[PreNormBlock]) -> Tensor:
     """Return the table [blocks, PARTS] int64 of the addresses of their tensors, on their device."""
+    assert all(tensor.is_contiguous() for block in blocks for tensor in tensors_of(block))
     rows = [[tensor.data_ptr() for tensor in tensors_of(block)] for block in blocks]
     return torch.tensor(rows, device=blocks[0].norm.weight.device)
 
