@@ -1,0 +1,35 @@
+"""The comparison of a code predictor's launches, on a CPU, where both sides are the plain operator."""
+
+import pytest
+
+from benchmarks import device_stack
+from benchmarks.device_stack import Sizes
+from zoo.nn.frame_stack import FrameBlock
+from zoo.qwen3_tts.depth import DepthBlock
+
+SMALL = {
+    "qwen3_tts": Sizes(DepthBlock, 2, 32, 48, 4, 2, positions=4, head_dim=8),
+    "csm": Sizes(FrameBlock, 1, 24, 40, 2, 2, positions=3, head_dim=6),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(device_stack, "PUBLISHED", SMALL)
+    monkeypatch.setattr(device_stack, "STREAMS", (1, 3))
+    monkeypatch.setattr(device_stack, "DEVICE", "cpu")
+
+
+def test_every_way_equals_the_plain_operator():
+    found = {}
+    assert device_stack.stacks(found.__setitem__, None, list(SMALL)) == []
+    assert found["code predictor of csm, 3 streams, whole"] == 0.0
+    assert len(found) == len(SMALL) * len(device_stack.WAYS) * len(device_stack.STREAMS)
+
+
+def test_a_gap_is_found(monkeypatch):
+    monkeypatch.setattr(device_stack, "GAP", -1.0)
+    wrong = device_stack.stacks(lambda name, value: None, None, ["csm"])
+    assert wrong == [
+        f"code predictor of csm, {n} streams, {way}" for way in device_stack.WAYS for n in (1, 3)
+    ]
