@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo import kernels
@@ -90,7 +90,10 @@ def addresses_of(blocks: Sequence[PreNormBlock]) -> Tensor:
 
 def why_not(blocks: Sequence[PreNormBlock]) -> str:
     """Return why a GPU cannot run these blocks in one launch; empty if it can."""
-    if not all(type(block.qkv) is type(block.mlp.gate_up) is FusedLinear for block in blocks):
+    matrices = [(block.qkv, block.mlp.gate_up, block.out, block.mlp.down) for block in blocks]
+    plain = FusedLinear, FusedLinear, nn.Linear, nn.Linear
+    assert all(matrix.bias is None for four in matrices for matrix in four)
+    if any(tuple(map(type, four)) != plain for four in matrices):
         return "a whole code predictor reads published weights: use weights published or depth layers"
     if (dtype := blocks[0].norm.weight.dtype) not in DTYPES:
         kind = str(dtype).removeprefix("torch.")

@@ -138,7 +138,7 @@ def test_a_gpu_with_fp8_gets_rounded_matrices(monkeypatch, tmp_path):
     [
         ("qwen3_tts", "one", "cuda", "depth 'one' is not possible; possible: layers, whole"),
         ("qwen3_tts", "whole", "cpu", "the model is on cpu: use depth layers"),
-        ("higgs_v3", "whole", "cuda", "higgs_v3 has none: use depth layers"),
+        ("higgs_v3", "whole", "cuda", "Higgs Audio V3 has none: use depth layers"),
     ],
 )
 def test_depths_that_are_not_possible_are_refused(name, depth, device, why):
