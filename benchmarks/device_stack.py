@@ -1,7 +1,7 @@
 """The code predictors' blocks on a GPU: each pass in one launch, in one launch for each phase, and layer by layer.
 
-    python benchmarks/device_stack.py [FAMILY ...]    needs a GPU and a minute a family; without layers, part of
-                                                      device.py's `kernels`
+    python benchmarks/device_stack.py [FAMILY ...]    needs a GPU, and minutes to compile; the first way, with 1 and 64
+                                                      streams, is part of device.py's `kernels`
 
 It has the shapes of published models and random weights in bfloat16, and compares all results with the plain operator.
 A time is that of a pass with one token a frame, in a recorded graph with cold caches. `zoo serve --depth whole` takes
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -60,24 +61,26 @@ PUBLISHED = {
 }
 
 
-def stacks(put: Put, alone: Alone, names: Sequence[str] = tuple(PUBLISHED)) -> list[str]:
+def stacks(
+    put: Put, alone: Alone, names: Sequence[str], ways: Sequence[str], streams: Sequence[int]
+) -> list[str]:
     """Report the largest gap to the plain operator, and the times. Return what differs more than GAP."""
     wrong: list[str] = []
     with torch.inference_mode():
-        for name, way in ((name, way) for name in names for way in WAYS):
+        for name, way in product(names, ways):
             model = joined(PUBLISHED[name])
-            for streams in STREAMS:
+            for num in streams:
                 with computed(way):
-                    found = frame(model, PUBLISHED[name], streams)
+                    found = frame(model, PUBLISHED[name], num)
                     with kernels.plain():
-                        expected = frame(model, PUBLISHED[name], streams)
+                        expected = frame(model, PUBLISHED[name], num)
                     gap = float((found.float() - expected.float()).nan_to_num(nan=torch.inf).abs().max())
-                    what = f"code predictor of {name}, {streams} streams, {way}"
+                    what = f"code predictor of {name}, {num} streams, {way}"
                     put(what, gap)
                     wrong.extend([what] * (gap > GAP))
                     if DEVICE == "cuda":
                         with alone(put):
-                            put(f"{what}, us", recorded_us(one_pass(model, PUBLISHED[name], streams)))
+                            put(f"{what}, us", recorded_us(one_pass(model, PUBLISHED[name], num)))
     return wrong
 
 
@@ -176,7 +179,7 @@ def main() -> None:
     def alone(put: Put) -> Iterator[None]:
         yield
 
-    wrong = stacks(put, alone, names)
+    wrong = stacks(put, alone, names, tuple(WAYS), STREAMS)
     for name in names:
         layer_by_layer(put, name)
     sys.exit("\n".join(f"differs from the plain operator: {what}" for what in wrong) or 0)

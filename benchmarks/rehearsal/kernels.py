@@ -36,6 +36,10 @@ WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["capacity"] + given["num"]),
     "_run_stack": lambda given: 2 * given["x"].shape[:2].numel() * _stack_weights(given),
 }
+# Phases after the first one of kernels whose programs wait for each other
+FURTHER_PHASES: dict[str, Callable[[dict[str, Any]], int]] = {
+    "_run_stack": lambda given: triton_whole_stack.PHASES * given["layers"] - 1,
+}
 # Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one
 # layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
@@ -135,12 +139,12 @@ def lowering(log: Log) -> Iterator[Kernels]:
         reads = [one for name, one in touched.items() if name not in is_written]
         writes = [one for name, one in touched.items() if name in is_written]
         flops = WORK[function.__name__](given) if function.__name__ in WORK else 0
-        kind = tensors_of(given["x"] if function.__name__ == "_run_stack" else given)
-        log.add(function.__name__, reads, writes, flops, arithmetic(kind) if flops else "fp32")
-        if function.__name__ == "_run_stack":
-            with log.of("phase"):  # in which programs wait for each other; it moves nothing of its own
-                for _ in range(triton_whole_stack.PHASES * given["layers"] - 1):
-                    log.add("phase", ())
+        factors = tensors_of(given.get("x", given))
+        log.add(function.__name__, reads, writes, flops, arithmetic(factors) if flops else "fp32")
+        further = FURTHER_PHASES[function.__name__](given) if function.__name__ in FURTHER_PHASES else 0
+        with log.of("phase"):  # its bytes are those of the launch
+            for _ in range(further):
+                log.add("phase", ())
         mocked, named = tree_map(_without_values, (args, kwargs))
         compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
         kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)

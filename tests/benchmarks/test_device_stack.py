@@ -16,20 +16,19 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(device_stack, "PUBLISHED", SMALL)
-    monkeypatch.setattr(device_stack, "STREAMS", (1, 3))
     monkeypatch.setattr(device_stack, "DEVICE", "cpu")
 
 
 def test_every_way_equals_the_plain_operator():
     found = {}
-    assert device_stack.stacks(found.__setitem__, None, list(SMALL)) == []
-    assert found["code predictor of csm, 3 streams, whole"] == 0.0
-    assert len(found) == len(SMALL) * len(device_stack.WAYS) * len(device_stack.STREAMS)
+    assert device_stack.stacks(found.__setitem__, None, list(SMALL), ["whole"], (1, 3)) == []
+    names = [f"code predictor of {name}, {n} streams, whole" for name in SMALL for n in (1, 3)]
+    assert found == dict.fromkeys(names, 0.0)
 
 
 def test_a_gap_is_found(monkeypatch):
     monkeypatch.setattr(device_stack, "GAP", -1.0)
-    wrong = device_stack.stacks(lambda name, value: None, None, ["csm"])
+    wrong = device_stack.stacks(lambda name, value: None, None, ["csm"], list(device_stack.WAYS), (1, 3))
     assert wrong == [
         f"code predictor of csm, {n} streams, {way}" for way in device_stack.WAYS for n in (1, 3)
     ]

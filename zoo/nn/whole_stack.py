@@ -1,4 +1,4 @@
-"""The blocks of a `frame_stack` as one launch of a GPU. Layer by layer, a pass of a code predictor is some 40
+"""The blocks of a `frame_stack` as one launch of a GPU. Layer by layer, a pass of a code predictor is 32 or 40
 launches of a few microseconds each, in which the memory is idle most of the time.
 
 No GPU has run this yet, so it is off unless the user asks for it.
@@ -17,6 +17,7 @@ from zoo.kernels.operator import operator
 from zoo.nn.block import PreNormBlock
 from zoo.nn.frame_attention import grow_frame_attention
 from zoo.nn.linear import FusedLinear
+from zoo.nn.norm import rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16)
 PARTS = 8  # tensors of a block: see `tensors_of`
@@ -55,21 +56,18 @@ def whole_stack(
     for layer in range(len(cache)):
         norm, mlp_norm, q_norm, k_norm, qkv, out, gate_up, down = weights[layer * PARTS :][:PARTS]
         parts = (
-            F.linear(rms(x, norm, eps), qkv).unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), 2)
+            F.linear(rms_norm(x, norm, eps), qkv)
+            .unflatten(-1, (-1, dim))
+            .split((heads, kv_heads, kv_heads), 2)
         )
         norms = (q_norm, k_norm) if q_norm.numel() else (None, None)
         how = cos, sin, scale, position, cache[layer], *norms, eps, is_paired, is_rounded
         mixed, grown = grow_frame_attention(*parts, *how)
         cache[layer].copy_(grown)
         x = x + F.linear(mixed.flatten(2), out)
-        gate, up = F.linear(rms(x, mlp_norm, eps), gate_up).chunk(2, -1)
+        gate, up = F.linear(rms_norm(x, mlp_norm, eps), gate_up).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, down)
     return x
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def tensors_of(block: PreNormBlock) -> list[Tensor]:

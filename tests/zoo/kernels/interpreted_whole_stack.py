@@ -38,6 +38,10 @@ def test_phase_by_phase_the_kernel_gives_what_the_plain_operator_gives(name, bat
     run(name, batch, dtype, is_whole=False)
 
 
+def test_more_rows_than_a_tile_has():
+    run("normed", 70, torch.float32, is_whole=False)
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_in_one_launch_programs_wait_for_each_other(name, monkeypatch):
     """Each program is a process, so that all run at once, as on a GPU."""
