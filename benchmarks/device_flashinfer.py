@@ -197,6 +197,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 def step(shape: Shape, streams: int) -> Measured:
     from zoo import kernels
+    from zoo.nn.attention import Turn
 
     heads, kv_heads, dim = shape[:3]
     pages = POSITIONS // PAGE
@@ -208,7 +209,7 @@ def step(shape: Shape, streams: int) -> Measured:
         part.unflatten(1, (-1, dim)) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
     ]
     angle = random(streams, dim // 2).repeat(1, 2)
-    turn = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
+    turn = Turn(angle.cos().to(DTYPE), angle.sin().to(DTYPE))
     starts = torch.arange(streams + 1, device=DEVICE)
 
     def ways(kv: Tensor, lens: Tensor) -> tuple[Way, Way]:
@@ -242,11 +243,14 @@ def prompt(shape: Shape, prompts: int) -> Measured:
     q = random(prompts * PROMPT_TOKENS, heads, dim, dtype=DTYPE)
     lens = torch.full((prompts,), PROMPT_TOKENS, device=DEVICE)
     starts = torch.arange(prompts + 1, device=DEVICE) * PROMPT_TOKENS
-    ours = partial(torch.ops.zoo.paged_attention.default, q, kv, table, lens, starts, PAGE, dim**-0.5)
+    given = q, kv, table, lens, starts, PAGE
+    plain = partial(torch.ops.zoo.paged_attention.default, *given, dim**-0.5)
+    ours = partial(kernels.on_gpu, "triton_attention", "launch", *given, 0, dim**-0.5)
+    if DEVICE == "cpu":
+        ours = plain
     wrapper, plan = prompt_wrapper(shape, prompts)
     theirs = partial(wrapper.run, q, pages(kv, PAGE, 0))
-    with kernels.plain():
-        expected = ours()
+    expected = plain()
     found = {"gap": apart(theirs(), expected), "gap_of_ours": apart(ours(), expected)}
     began_s = time.perf_counter()
     for _ in range(20):

@@ -6,14 +6,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from zoo.nn.attention import Turn
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # query heads, key heads, head size of qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
 SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
+# what families do to queries and keys before attention
+TURNS = ("written", "rotated", "normed and rotated", "normed wide and rotated in pairs")
 # columns of gate and of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and
 # higgs_v3, of cosyvoice2; qwen3_tts's code predictor
 GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
@@ -62,11 +67,10 @@ def kernels(put: Put, alone: Alone) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             name = f"{shape[0]}/{shape[1]} x {shape[2]} {str(dtype).removeprefix('torch.')}"
-            for is_step in (True, False):
-                launch = f"paged attention, {'step' if is_step else 'prefill'}, {name}"
-                compare(launch, dtype, torch.ops.zoo.paged_attention.default, paged(*shape, dtype, is_step))
-                operator = torch.ops.zoo.rotary_paged_attention.default
-                compare(f"turned and written, {launch}", dtype, operator, rotary(*shape, dtype, is_step))
+            operator = torch.ops.zoo.rotary_paged_attention.default
+            for is_step, turn in product((True, False), TURNS):
+                launch = f"paged attention, {turn}, {'step' if is_step else 'prefill'}, {name}"
+                compare(launch, dtype, operator, paged(*shape, dtype, is_step, turn))
             attend, grow = torch.ops.zoo.frame_attention.default, torch.ops.zoo.grow_frame_attention.default
             compare(f"within a frame, {name}", dtype, attend, in_frame(*shape, dtype))
             compare(f"within a growing frame, {name}", dtype, grow, growing(*shape, dtype))
@@ -174,8 +178,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
-def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """Return sequences of 1 to 3,000 positions in one layer of scattered pages; NaN behind each length."""
+def paged(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool, turn: str
+) -> tuple[Any, ...]:
+    """Return the arguments of `rotary_paged_attention`: sequences of 1 to 3,000 positions in one layer of scattered
+    pages, NaN behind each length, and new rows as one product gives them. turn: of TURNS."""
     lens = torch.tensor([1, 17, 500, 1500, 3000])
     new = torch.ones_like(lens) if is_step else torch.tensor([1, 17, 100, 33, 64])
     pages = -(-int(lens.max()) // 16)
@@ -187,32 +194,28 @@ def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool
     kv[torch.cat((beyond, beyond + 16))] = torch.nan
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
     table, lens, starts = ((order * 32).to(DEVICE), lens.to(DEVICE), starts.to(DEVICE))
-    return random(int(new.sum()), heads, dim, dtype=dtype), kv, table, lens, starts, 16, dim**-0.5
-
-
-def rotary(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """Return the arguments of `paged` before the new keys and values are written."""
-    q, kv, table, lens, starts, page, scale = paged(heads, kv_heads, dim, dtype, is_step)
-    rows = random(len(q), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    rows = random(int(new.sum()), (heads + 2 * kv_heads) * dim, dtype=dtype)
     parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
-    angle = random(len(q), dim // 2).repeat(1, 2)
-    token = torch.arange(len(q), device=DEVICE)
+    token = torch.arange(len(rows), device=DEVICE)
     owner = torch.searchsorted(starts[1:], token, right=True)
     at = lens[owner] - starts[owner + 1] + token
-    written = table[owner, at // page] + at % page
-    turn = angle.cos().to(dtype), angle.sin().to(dtype)
-    return (
-        *(x.unflatten(1, (-1, dim)) for x in parts),
-        *turn,
-        kv,
-        written,
-        table,
-        lens,
-        starts,
-        page,
-        0,
-        scale,
-    )
+    written = table[owner, at // 16] + at % 16
+    where = kv, written, table, lens, starts, 16, 0, dim**-0.5
+    return *(x.unflatten(1, (-1, dim)) for x in parts), *turned(turn, len(rows), dim, dtype), *where
+
+
+def turned(turn: str, rows: int, dim: int, dtype: torch.dtype) -> Turn:
+    """Return one of TURNS with random tables."""
+    from zoo.nn.attention import Turn
+
+    if turn == "written":
+        return Turn()
+    is_paired, angle = "pairs" in turn, random(rows, dim // 2)
+    angle = angle.repeat_interleave(2, 1) if is_paired else angle.repeat(1, 2)
+    table = angle.cos().to(dtype), angle.sin().to(dtype)
+    if "normed" not in turn:
+        return Turn(*table, is_paired=is_paired)
+    return Turn(*table, *(random(2, dim, dtype=dtype) + 1), 1e-6, "wide" in turn, is_paired)
 
 
 def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:

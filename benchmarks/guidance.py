@@ -32,11 +32,11 @@ from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.engine import Audio, Engine
 from zoo.check import check
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window, frame_cap
-from zoo.nn.attention import Paged, attend
+from zoo.nn.attention import Paged, Turn, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import Option, Request
 from zoo.zonos.config import END
@@ -68,9 +68,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         # [T, H or Hkv, dim]
         q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))
-        x = x + self.out(
-            attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1)
-        )
+        x = x + self.out(attend(q, k, v, paged, HEAD_DIM**-0.5, Turn(cos, sin)).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -131,7 +129,6 @@ class Speaker(Family[SpeakerState]):
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         cos, sin = rope_table(batch.positions, HEAD_DIM, 1e4, inputs.dtype)
-        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
         for i, layer in enumerate(self.layers):
             inputs = layer(inputs, cos, sin, Paged(batch, i))
         return self.norm(inputs)

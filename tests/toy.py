@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from compile_cache.strategy import Strategy
 from zoo.check import check
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Said, Spec, State, View, Window, frame_cap
-from zoo.nn.attention import Paged, attend
+from zoo.nn.attention import Paged, Turn, attend
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import Option, Request, sampling_options
 
@@ -64,9 +64,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
-        return x + self.out(
-            attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.dim**-0.5).flatten(1)
-        )
+        return x + self.out(attend(q, k, v, paged, self.dim**-0.5, Turn(cos, sin)).flatten(1))
 
 
 class Toy(Family[ToyState]):
@@ -114,7 +112,7 @@ class Toy(Family[ToyState]):
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         cos, sin = rope_table(batch.positions, self.spec.kv.head_dim, 1e4, inputs.dtype)
         for i, layer in enumerate(self.layers):
-            inputs = layer(inputs, cos[:, None], sin[:, None], Paged(batch, i))
+            inputs = layer(inputs, cos, sin, Paged(batch, i))
         return inputs
 
     def emit(self, state: ToyState, slots: Tensor, h: Tensor) -> None:

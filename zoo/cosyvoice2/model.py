@@ -48,9 +48,9 @@ from zoo.cosyvoice2.prompt import (
 from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import SIZES, STRATEGY
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
+from zoo.nn.block import PagedBlock
 from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.eager import may_follow_values
-from zoo.nn.llama import Block
 from zoo.nn.narrow import dtype_of
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table
@@ -78,7 +78,7 @@ class SpeechLM(nn.Module):
         self.text = nn.Embedding(config.text_vocab, config.hidden)
         self.control = nn.Embedding(2, config.hidden)
         self.codes = nn.Embedding(config.num_outputs, config.hidden)
-        self.layers = nn.ModuleList(Block(config, has_bias=True) for _ in range(config.layers))
+        self.layers = nn.ModuleList(PagedBlock(config, has_bias=True) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = nn.Linear(config.hidden, config.num_outputs)
         self.text_head: nn.Module | None = nn.Linear(config.hidden, config.text_vocab, bias=False)
@@ -331,8 +331,7 @@ class CosyVoice2(Family[CosyVoice2State]):
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         config = self.config.lm
-        cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, inputs.dtype)
-        rotary = cos[:, None], sin[:, None]  # [T, 1, dim]
+        rotary = rope_table(batch.positions, config.head_dim, config.rope_theta, inputs.dtype)
         return run_blocks(self.lm.layers, self.lm.norm, inputs, rotary, batch)
 
     def emit(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> None:

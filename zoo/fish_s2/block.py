@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.fish_s2.config import StackConfig
-from zoo.nn.attention import Paged, attend
-from zoo.nn.block import PreNormBlock
-from zoo.nn.frame_attention import rotate_pairs
+from zoo.nn.block import PagedBlock
+from zoo.nn.rope import rotate_wide
 
 
 def rope_table(num_positions: int, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
@@ -32,26 +31,17 @@ def turns(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [..., H, dim] by cos and sin [..., 1, dim] of its positions, in fp32 or wider: value 2i pairs with
-    value 2i + 1."""
-    wide = x.float() if x.dtype == torch.bfloat16 else x
-    return rotate_pairs(wide, cos.to(wide.dtype), sin.to(wide.dtype)).to(x.dtype)
+    """Rotate x [..., H, dim] by cos and sin [..., 1, dim] of its positions: value 2i pairs with value 2i + 1."""
+    return rotate_wide(x, cos, sin, is_paired=True)
 
 
-class SlowBlock(PreNormBlock):
+class SlowBlock(PagedBlock):
     """A block of the slow stack: paged attention with a norm per head, then a gated MLP."""
 
-    is_paired = True
+    is_paired = is_wide_norm = True
 
     def __init__(self, config: StackConfig):
         super().__init__(config)
         # nn.RMSNorm multiplies by its weight before it rounds; our RMSNorm does so after rounding.
         self.q_norm = nn.RMSNorm(config.head_dim, config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.eps)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; cos and sin [T, 1, dim] float32."""
-        q, k, v = self.project(x)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))

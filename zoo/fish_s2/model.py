@@ -154,7 +154,7 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
 
     def stack(self, inputs: Tensor, batch: Batch, norm: RMSNorm | None) -> Tensor:
-        rotary = turns(self.lm.rope[batch.positions][:, None])  # [T, 1, dim]
+        rotary = turns(self.lm.rope[batch.positions])
         return run_blocks(self.lm.layers, norm, inputs, rotary, batch)
 
     def scores(self, h: Tensor, steps: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ waits. Positions beyond a sequence's length are not loaded, so their contents ca
     tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, then padding
     tiles of 4  [-----) [-)   [)   [-----) [)    [--)          the last one gives zeros
 
-In a step, the program that reads new keys takes them from the matrix's output, rotates them, and writes them
-to the pages for later steps. So everything between the two matrices of a block is one launch, and a second
+In a step, the program that reads new keys takes them from the matrix's output, normalizes and rotates them, and
+writes them to the pages for later steps. So everything between the two matrices of a block is one launch, and a second
 one to merge splits.
 
 If every sequence has one query, the positions of a sequence are split over NUM_SPLITS programs and merged
@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.kernels.triton_frame_attention import _turned
+from zoo.nn.attention import Turn
 
 NUM_SPLITS, MIN_SPLIT = 8, 256  # splits of a sequence, and the fewest positions of one
 ONE_PASS = 1024  # positions; a page table with at most this many is not split
@@ -83,17 +84,25 @@ def _rows(
     place: tl.tensor,
     is_row: tl.tensor,
     at: tl.tensor,
+    norm: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    eps: tl.tensor,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     IS_TURNED: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
 ):
     """Load the rows of x that begin at `place` [R], of tokens `at` [R] -> [R, PADDED_DIM], rotated if
-    IS_TURNED."""
+    IS_TURNED, and normalized before that if IS_NORMED."""
     if IS_TURNED:
         place, at, is_row = place[:, None], at[:, None], is_row[:, None]
-        rows = _turned(x, place, is_row, at, x, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
+        rows = _turned(
+            x, place, is_row, at, norm, cos, sin, eps,
+            DIM, PADDED_DIM, IS_NORMED, IS_PAIRED, True, IS_WIDE,
+        )  # fmt: skip
     else:
         d = tl.arange(0, PADDED_DIM)
         rows = tl.load(x + place[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
@@ -107,6 +116,8 @@ def _attend(
     v: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
     kv: tl.tensor,
     kv_write_index: tl.tensor,
     page_table: tl.tensor,
@@ -118,8 +129,11 @@ def _attend(
     num_tokens: tl.tensor,
     table_stride: tl.tensor,
     layer: tl.tensor,
-    token_stride: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     scale: tl.tensor,
+    eps: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -132,14 +146,17 @@ def _attend(
     MIN_SPLIT: tl.constexpr,
     IS_WRITING: tl.constexpr,
     IS_TURNED: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
 ):
     """Compute one tile, one key head, one split. page_table and kv_write_index belong to layer 0; `layer`
     gives the offset.
-    token_stride: from one token to the next in q, k and v. scale: in base 2. If SPLITS is 1: out [T, H, D].
+    q_stride, k_stride, v_stride: from one token to the next. scale: in base 2. If SPLITS is 1: out [T, H, D].
     Otherwise, in fp32: out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
 
     IS_WRITING: the new positions are not in the pages yet. The first split of each token's own tile writes
-    them. Programs that read new keys take them from k and rotate them, so that no program waits for
+    them. Programs that read new keys take them from k and turn them, so that no program waits for
     another.
     """
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -181,8 +198,11 @@ def _attend(
         return
 
     whole = is_row[:, None] & (d < DIM)[None, :]
-    q_place = token * token_stride + (head * GROUP + member) * DIM
-    query = _rows(q, q_place, is_row, token, cos, sin, DIM, PADDED_DIM, IS_TURNED)
+    q_place = token * q_stride + (head * GROUP + member) * DIM
+    query = _rows(
+        q, q_place, is_row, token, q_norm, cos, sin, eps,
+        DIM, PADDED_DIM, IS_TURNED, IS_NORMED, IS_WIDE, IS_PAIRED,
+    )  # fmt: skip
     limit = tl.minimum(length - stop + token + 1, last)  # positions that a row sees
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -203,9 +223,16 @@ def _attend(
         # Mostly a single iteration, so there is nothing to prefetch.
         for at in tl.range(0, num_new, NEW, num_stages=1):
             n = start + at + tl.arange(0, NEW)
-            new_place, is_new = n * token_stride + head * DIM, n < end
-            new_k = _rows(k, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, IS_TURNED)
-            new_v = _rows(v, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, False)
+            is_new = n < end
+            new_k = _rows(
+                k, n * k_stride + head * DIM, is_new, n, k_norm, cos, sin, eps,
+                DIM, PADDED_DIM, IS_TURNED, IS_NORMED, IS_WIDE, IS_PAIRED,
+            )  # fmt: skip
+            new_v = tl.load(
+                v + (n * v_stride + head * DIM)[:, None] + d[None, :],
+                mask=is_new[:, None] & (d < DIM)[None, :],
+                other=0.0,
+            )
             key = tl.load(kv_write_index + n, mask=is_new, other=0) + own_rows
             key = key * (KV_HEADS * DIM) + head * DIM
             own = (is_new & (n >= begin))[:, None] & (d < DIM)[None, :]
@@ -251,11 +278,16 @@ def _write(
     v: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
     kv: tl.tensor,
     kv_write_index: tl.tensor,
     out: tl.tensor,
     layer: tl.tensor,
-    token_stride: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    eps: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -263,31 +295,38 @@ def _write(
     PADDED_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     IS_TURNED: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
 ):
-    """Write the key and value of one token and key head to the pages, and its rotated queries to out [T, H,
+    """Write the key and value of one token and key head to the pages, and its turned queries to out [T, H,
     D]."""
     token, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED_DIM)
     one = tl.arange(0, 1)
-    place = token * token_stride + head * DIM + one
-    key = _rows(k, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, IS_TURNED)
-    value = _rows(v, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, False)
-    at = ((tl.load(kv_write_index + token) + 2 * layer * PAGE_TOKENS) * KV_HEADS + head) * DIM + d[None, :]
-    tl.store(kv + at, key, mask=(d < DIM)[None, :])
-    tl.store(kv + at + PAGE_TOKENS * KV_HEADS * DIM, value, mask=(d < DIM)[None, :])
+    key = _rows(
+        k, token * k_stride + head * DIM + one, one == 0, token + one, k_norm, cos, sin, eps,
+        DIM, PADDED_DIM, IS_TURNED, IS_NORMED, IS_WIDE, IS_PAIRED,
+    )  # fmt: skip
+    value = tl.load(v + token * v_stride + head * DIM + d, mask=d < DIM, other=0.0)
+    at = ((tl.load(kv_write_index + token) + 2 * layer * PAGE_TOKENS) * KV_HEADS + head) * DIM + d
+    tl.store(kv + at[None, :], key, mask=(d < DIM)[None, :])
+    tl.store(kv + at + PAGE_TOKENS * KV_HEADS * DIM, value, mask=d < DIM)
     member = tl.arange(0, PADDED_GROUP)
     is_row, own = member < GROUP, head * GROUP + member
-    place = token * token_stride + own * DIM
-    query = _rows(q, place, is_row, token + 0 * member, cos, sin, DIM, PADDED_DIM, IS_TURNED)
+    query = _rows(
+        q, token * q_stride + own * DIM, is_row, token + 0 * member, q_norm, cos, sin, eps,
+        DIM, PADDED_DIM, IS_TURNED, IS_NORMED, IS_WIDE, IS_PAIRED,
+    )  # fmt: skip
     at = (token * KV_HEADS * GROUP + own) * DIM
     tl.store(out + at[:, None] + d[None, :], query, mask=is_row[:, None] & (d < DIM)[None, :])
 
 
 def constants(
-    q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int, new: str = ""
+    q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int, turn: Turn | None = None
 ) -> dict[str, int]:
     """Return the compile-time constants of `_attend`: sizes at which its registers do not spill (the build
-    test checks that). fp32 is multiplied without tensor cores, in smaller tiles. new: the treatment of new
-    positions: "" (they are already in the pages), "written", or "turned" (rotated and written)."""
+    test checks that). fp32 is multiplied without tensor cores, in smaller tiles. turn: what it does to queries
+    and new keys; None: queries are turned, and keys are in the pages."""
     (_, heads, dim), kv_heads = q.shape, kv.shape[1]
     padded_group, padded_dim = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(dim))
     wide = q.dtype == torch.float32
@@ -304,33 +343,31 @@ def constants(
         "BLOCK": block,
         "SPLITS": splits,
         "MIN_SPLIT": MIN_SPLIT,
-        "IS_WRITING": new != "",
-        "IS_TURNED": new == "turned",
+        "IS_WRITING": turn is not None,
+        **forms(turn or Turn()),
         "num_warps": 8 if padded_dim > 128 else 4,
         "num_stages": 3,
     }
 
 
-def paged_attention(
-    q: Tensor,
-    kv: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    cu_seqlens: Tensor,
-    page_tokens: int,
-    scale: float,
-) -> Tensor:
-    """Do the same as `zoo.nn.attention.paged_attention`. Tokens from cu_seqlens[-1] on are padding, whose
-    result is zero."""
-    return _launch(q.contiguous(), None, None, kv, page_table, kv_lens, cu_seqlens, page_tokens, 0, scale)
+def forms(turn: Turn) -> dict[str, bool]:
+    """Return the compile-time constants that say what happens to queries and keys."""
+    is_turned, is_normed = turn.cos is not None, turn.q_norm is not None
+    assert is_turned == (turn.sin is not None) and is_normed == (turn.k_norm is not None), turn
+    assert is_turned or not is_normed, "a norm of heads comes with a rotation"
+    return {
+        "IS_TURNED": is_turned,
+        "IS_NORMED": is_normed,
+        "IS_WIDE": turn.is_wide,
+        "IS_PAIRED": turn.is_paired,
+    }
 
 
 def rotary_paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    turn: Turn,
     kv: Tensor,
     kv_write_index: Tensor,
     page_table: Tensor,
@@ -340,48 +377,46 @@ def rotary_paged_attention(
     layer: int,
     scale: float,
 ) -> Tensor:
-    """Do the same as `zoo.nn.attention.rotary_paged_attention`. q, k and v may be slices of one tensor."""
-    table = None
-    if cos is not None and sin is not None:
-        assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
-        table = cos, sin
+    """Do the same as `zoo.nn.attention.rotary_paged_attention`. Tokens from cu_seqlens[-1] on are padding, whose
+    result is zero. q, k and v may be slices of one tensor."""
     rest = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
-    # In a prompt, many tiles would read and rotate the same new keys. Products in fp32 leave no registers for
-    # it.
+    # In a prompt, many tiles would read and turn the same new keys. Products in fp32 leave no registers for it.
     if len(q) == len(page_table) and q.dtype in TURNED_WHERE_READ:
-        return _launch(q, (k, v, kv_write_index), table, kv, *rest)
-    turned = rotate_and_write(q, k, v, cos, sin, kv, kv_write_index, page_tokens, layer)
-    return _launch(turned, None, None, kv, *rest)
+        return launch(q, kv, *rest, (k, v, kv_write_index, turn))
+    return launch(turn_and_write(q, k, v, turn, kv, kv_write_index, page_tokens, layer), kv, *rest)
 
 
-def rotate_and_write(
+def turn_and_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    turn: Turn,
     kv: Tensor,
     kv_write_index: Tensor,
     page_tokens: int,
     layer: int,
 ) -> Tensor:
-    """Rotate queries and keys if cos and sin are given, and write keys and values to the pages, in one launch
-    -> rotated queries [T, H, D]. kv_write_index: of layer 0."""
+    """Turn queries and keys, and write keys and values to the pages, in one launch -> turned queries [T, H, D].
+    kv_write_index: of layer 0."""
     turned, (heads, dim), kv_heads = q.new_empty(q.shape), q.shape[1:], k.shape[1]
-    is_turned = cos is not None and sin is not None
-    # q is a placeholder that is not read
-    cos, sin = (q if table is None else table for table in (cos, sin))
-    sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
-    padded_dim = max(16, triton.next_power_of_2(dim))
-    tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
-    _write[len(q), kv_heads](*tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, is_turned)
+    group, padded_dim = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    sizes = kv_heads, group, triton.next_power_of_2(group), dim, padded_dim, page_tokens
+    _write[len(q), kv_heads](
+        q, k, v, *_tables(turn, q), kv, kv_write_index, turned, layer, *map(_token_stride, (q, k, v)),
+        turn.eps, *sizes, **forms(turn),
+    )  # fmt: skip
     return turned
 
 
-def _launch(
+def _tables(turn: Turn, unread: Tensor) -> list[Tensor]:
+    """Return cos, sin and the weights of the norms, with `unread` where there are none."""
+    tables = [unread if table is None else table for table in (turn.cos, turn.sin, turn.q_norm, turn.k_norm)]
+    assert all(table is unread or table.is_contiguous() for table in tables), [x.stride() for x in tables]
+    return tables
+
+
+def launch(
     q: Tensor,
-    new: tuple[Tensor, Tensor, Tensor] | None,
-    table: tuple[Tensor, Tensor] | None,
     kv: Tensor,
     page_table: Tensor,
     kv_lens: Tensor,
@@ -389,16 +424,18 @@ def _launch(
     page_tokens: int,
     layer: int,
     scale: float,
+    new: tuple[Tensor, Tensor, Tensor, Turn] | None = None,
 ) -> Tensor:
-    """Launch `_attend`, and `_join` if there are splits. new: keys, values, and the rows to write them to.
-    table: cos and sin."""
+    """Launch `_attend`, and `_join` if there are splits. new: keys, values, the rows to write them to, and what
+    happens to queries and keys before that; None: queries are turned, and keys and values are in the pages."""
     (num_tokens, heads, dim), (num_sequences, columns) = q.shape, page_table.shape
     assert kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
     # Both kinds of launch give the same result for any counts; this chooses the faster one.
     is_step = num_tokens == num_sequences
     splits = NUM_SPLITS if is_step and columns * page_tokens > ONE_PASS else 1
-    how = "" if new is None else "written" if table is None else "turned"
-    sizes = constants(q, kv, page_tokens, is_step, splits, how)
+    # Without new positions, the placeholders are not read.
+    k, v, kv_write_index, turn = new or (q, q, kv_lens, Turn())
+    sizes = constants(q, kv, page_tokens, is_step, splits, turn if new else None)
     assert page_table.stride(1) == 1, f"page numbers of a sequence lie {page_table.stride(1)} apart"
     out = parts = q.new_empty(q.shape)
     log_sums = kv_lens  # unused
@@ -406,12 +443,11 @@ def _launch(
         parts = q.new_empty(num_tokens, heads, splits, dim, dtype=torch.float32)
         log_sums = q.new_empty(num_tokens, heads, splits, dtype=torch.float32)
     num_tiles = num_tokens // (sizes["ROWS"] // sizes["PADDED_GROUP"]) + num_sequences + 1
-    k, v, kv_write_index = new or (q, q, kv_lens)  # placeholders that are not read, like those of the table
     _attend[kv.shape[1], num_tiles, splits](
         q,
         k,
         v,
-        *(table or (q, q)),
+        *_tables(turn, q),
         kv,
         kv_write_index,
         page_table,
@@ -423,8 +459,9 @@ def _launch(
         num_tokens,
         page_table.stride(0),
         layer,
-        _token_stride(q, k, v),
+        *map(_token_stride, (q, k, v)),
         scale * math.log2(math.e),
+        turn.eps,
         **sizes,
     )
     if splits > 1:
@@ -432,12 +469,10 @@ def _launch(
     return out
 
 
-def _token_stride(*parts: Tensor) -> int:
-    """Return the stride between tokens, which must be the same in all parts."""
-    stride = parts[0].stride(0)
-    for x in parts:
-        expected = (stride, x.shape[2], 1)
-        assert all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), expected, strict=True)), (
-            f"tokens lie {x.stride()} apart, expected {expected}"
-        )
-    return stride
+def _token_stride(x: Tensor) -> int:
+    """Return the stride between the tokens of x [T, H, D], whose heads must follow each other."""
+    expected = x.shape[2], 1
+    assert all(n == 1 or a == b for n, a, b in zip(x.shape[1:], x.stride()[1:], expected, strict=True)), (
+        f"heads lie {x.stride()} apart, expected {expected}"
+    )
+    return x.stride(0)

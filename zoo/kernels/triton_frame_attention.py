@@ -31,9 +31,11 @@ def _turned(
     IS_NORMED: tl.constexpr,
     IS_PAIRED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
+    IS_WIDE: tl.constexpr = False,
 ):
     """Load the rows of x that begin at `place` [R, 1], at positions `at` [R, 1], then normalize and rotate
-    them -> [R, PADDED_DIM] fp32. With scalars for `place` and `at`: one row -> [PADDED_DIM]."""
+    them -> [R, PADDED_DIM] fp32. With scalars for `place` and `at`: one row -> [PADDED_DIM]. IS_WIDE: see
+    `zoo.nn.attention.Turn`."""
     d = tl.arange(0, PADDED_DIM)
     # the other value of each pair, and the direction of the rotation
     other = d ^ 1 if IS_PAIRED else (d + DIM // 2) % DIM
@@ -45,11 +47,12 @@ def _turned(
     if IS_NORMED:
         wide = a.to(tl.float32)
         size = tl.rsqrt(tl.sum(wide * wide, -1, keep_dims=True) / DIM + eps)
-        # round before and after the product with the weight, as RMSNorm does
         weight = tl.load(norm + d, mask=d < DIM, other=0.0).to(tl.float32)
         other_weight = tl.load(norm + other, mask=d < DIM, other=0.0).to(tl.float32)
-        a = ((wide * size).to(kind).to(tl.float32) * weight).to(kind)
-        b = ((b.to(tl.float32) * size).to(kind).to(tl.float32) * other_weight).to(kind)
+        wide, other_wide = wide * size, b.to(tl.float32) * size
+        if not IS_WIDE:  # round before the product with the weight, too
+            wide, other_wide = wide.to(kind).to(tl.float32), other_wide.to(kind).to(tl.float32)
+        a, b = (wide * weight).to(kind), (other_wide * other_weight).to(kind)
     turn = tl.load(cos + at * DIM + d, mask=whole, other=0.0).to(tl.float32)
     lift = tl.load(sin + at * DIM + d, mask=whole, other=0.0).to(tl.float32)
     y = a.to(tl.float32) * turn + b.to(tl.float32) * sign * lift

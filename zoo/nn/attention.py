@@ -1,13 +1,15 @@
-"""Attention over pages. The graph writes keys and values; one opaque operator, with a kernel per device,
-reads them.
+"""Attention over pages: everything between the two matrices of a decoder block.
 
 The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys
-from row r + 2 l n and its values n rows further; n is the number of tokens in a page. The graph writes and
-the operator mutates nothing. So a whole step compiles without graph breaks, and equal blocks share one
-compiled region.
+from row r + 2 l n and its values n rows further; n is the number of tokens in a page.
+
+On a GPU, one operator normalizes, rotates, writes and reads. On a CPU, the graph does all but the reading, and
+the compiler fuses it with its neighbours. Either way a whole step compiles without graph breaks, and equal blocks
+share one compiled region.
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -18,7 +20,8 @@ from zoo import kernels
 from zoo.contract import Batch
 from zoo.kernels.operator import operator, written_in_regions
 from zoo.nn import flashinfer_attention
-from zoo.nn.rope import rotate
+from zoo.nn.norm import rms_norm
+from zoo.nn.rope import rotate_wide
 
 
 class Paged:
@@ -33,43 +36,58 @@ class Paged:
         self.kv_lens = batch.kv_lens
         self.cu_seqlens = batch.cu_seqlens
         self.page_tokens = batch.page_tokens
-        self.block_tables = None if batch.block_tables is None else batch.block_tables + offset  # [B, P]
-        self.seq_lens = batch.seq_lens
-        self.attention = batch.attention
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
-    """Write k and v to the pages, then attend: q [T, H, D], k and v [T, Hkv, D], causal, grouped queries ->
-    [T, H, D]."""
+class Turn(NamedTuple):
+    """What happens to queries and keys before attention; by default nothing.
+
+    q_norm and k_norm [D]: the weights of an RMS norm of each head, which comes first. eps: of these norms. is_wide:
+    they round once, behind their weights, like `nn.RMSNorm`; otherwise they round like `zoo.nn.norm.RMSNorm`.
+    cos and sin [T, D]: a rotation in fp32, rounded to the dtype of queries and keys. is_paired: value 2i rotates
+    with 2i + 1, and the table has each angle twice; otherwise value i rotates with i + D / 2.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    is_wide: bool = False
+    is_paired: bool = False
+
+    def both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize and rotate queries [T, H, D] and keys [T, Hkv, D]."""
+        return self._one(q, self.q_norm), self._one(k, self.k_norm)
+
+    def _one(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is not None and self.is_wide:
+            x = F.rms_norm(x, norm.shape, norm, self.eps)
+        elif norm is not None:
+            x = rms_norm(x, norm, self.eps)
+        if self.cos is None or self.sin is None:
+            return x
+        return rotate_wide(x, self.cos[:, None], self.sin[:, None], self.is_paired)
+
+
+UNTURNED = Turn()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float, turn: Turn = UNTURNED) -> Tensor:
+    """Turn q and k, write k and v to the pages, and attend: q [T, H, D], k and v [T, Hkv, D], causal, grouped
+    queries -> [T, H, D]. On a GPU, a step is one launch, or two if its splits have to be merged."""
+    if q.device.type == "cuda":
+        batch, layer = paged.batch, paged.layer
+        where = batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens, batch.page_tokens
+        flashinfer = batch.block_tables, batch.seq_lens, batch.attention
+        return torch.ops.zoo.rotary_paged_attention.default(
+            q, k, v, *turn, batch.kv, *where, layer, scale, *flashinfer
+        )
+    q, k = turn.both(q, k)
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
-    where = paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens
-    if kernels.has_operators(q):
-        return torch.ops.zoo.paged_attention_cpp.default(q, paged.kv, *where, scale)
-    flashinfer = paged.block_tables, paged.seq_lens, paged.attention
-    return torch.ops.zoo.paged_attention.default(q, paged.kv, *where, scale, *flashinfer)
-
-
-def attend_rotated(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, paged: Paged, scale: float
-) -> Tensor:
-    """Rotate queries and keys by cos and sin [T, D] (None: no rotation), then `attend`. On a GPU, a step is
-    one launch, or two if its splits have to be merged."""
-    if q.device.type != "cuda":
-        if cos is not None and sin is not None:
-            q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
-        return attend(q, k, v, paged, scale)
-    batch, layer = paged.batch, paged.layer
-    where = batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens, batch.page_tokens, layer
-    flashinfer = batch.block_tables, batch.seq_lens, batch.attention
-    return torch.ops.zoo.rotary_paged_attention.default(
-        q, k, v, cos, sin, batch.kv, *where, scale, *flashinfer
-    )
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x in fp32 and round to its dtype."""
-    return rotate(x.float(), cos, sin).to(x.dtype)
+    given = q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale
+    has_cpp = kernels.has_operators(q)
+    return (torch.ops.zoo.paged_attention_cpp if has_cpp else torch.ops.zoo.paged_attention).default(*given)
 
 
 @operator("rotary_paged_attention", writes=written_in_regions("kv"))
@@ -79,6 +97,11 @@ def rotary_paged_attention(
     v: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    is_wide: bool,
+    is_paired: bool,
     kv: Tensor,
     kv_write_index: Tensor,
     page_table: Tensor,
@@ -91,20 +114,20 @@ def rotary_paged_attention(
     seq_lens: Tensor | None = None,
     attention: str = "auto",
 ) -> Tensor:
-    """Rotate q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D] if given, write keys and values to rows of
-    kv, and run `paged_attention`. kv_write_index, page_table and block_tables are those of layer 0; the
-    layer's offset is added on reading. Padding tokens may write rows that no sequence reads."""
-    new = q, k, v, cos, sin, kv, kv_write_index
+    """Do to q [T, H, D] and k [T, Hkv, D] what `Turn` describes, write keys and values to rows of kv, and run
+    `paged_attention`. kv_write_index, page_table and block_tables are those of layer 0; the layer's offset is
+    added on reading. Padding tokens may write rows that no sequence reads. block_tables, seq_lens, attention:
+    as in `zoo.contract.Batch`."""
+    turn = Turn(cos, sin, q_norm, k_norm, eps, is_wide, is_paired)
+    new = q, k, v, turn, kv, kv_write_index
 
     def ours(page_table: Tensor, kv_lens: Tensor) -> Tensor:
         given = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
         return kernels.on_gpu("triton_attention", "rotary_paged_attention", *new, *given)
 
     def theirs(block_tables: Tensor | None, seq_lens: Tensor | None) -> Tensor:
-        turned, where = (
-            _rotate_and_write(*new, page_tokens, layer),
-            (block_tables, seq_lens, page_tokens, layer),
-        )
+        turned = _turn_and_write(*new, page_tokens, layer)
+        where = block_tables, seq_lens, page_tokens, layer
         return torch.ops.zoo.flashinfer_decode.default(turned, kv, *where, scale)
 
     is_possible = block_tables is not None and seq_lens is not None
@@ -113,26 +136,24 @@ def rotary_paged_attention(
     if kernels.use_gpu(q):
         return ours(page_table, kv_lens)
     rest = page_table + 2 * layer * page_tokens, kv_lens, cu_seqlens, page_tokens, scale
-    return torch.ops.zoo.paged_attention.default(_rotate_and_write(*new, page_tokens, layer), kv, *rest)
+    return torch.ops.zoo.paged_attention.default(_turn_and_write(*new, page_tokens, layer), kv, *rest)
 
 
-def _rotate_and_write(
+def _turn_and_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    turn: Turn,
     kv: Tensor,
     kv_write_index: Tensor,
     page_tokens: int,
     layer: int,
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values -> rotated queries [T, H, D]."""
+    """Turn queries and keys, and write keys and values -> turned queries [T, H, D]."""
     if kernels.use_gpu(q):
         given = kv, kv_write_index, page_tokens, layer
-        return kernels.on_gpu("triton_attention", "rotate_and_write", q, k, v, cos, sin, *given)
-    if cos is not None and sin is not None:
-        q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
+        return kernels.on_gpu("triton_attention", "turn_and_write", q, k, v, turn, *given)
+    q, k = turn.both(q, k)
     kv_write_index = kv_write_index + 2 * layer * page_tokens
     kv.index_copy_(0, kv_write_index, k)
     kv.index_copy_(0, kv_write_index + page_tokens, v)
@@ -148,30 +169,14 @@ def paged_attention(
     cu_seqlens: Tensor,
     page_tokens: int,
     scale: float,
-    block_tables: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    attention: str = "auto",
 ) -> Tensor:
     """Attend with q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b has kv_lens[b]
     positions; q[cu_seqlens[b]:cu_seqlens[b+1]] are its last ones. Queries from cu_seqlens[-1] on are padding,
-    whose result is zero. block_tables, seq_lens, attention: as in `zoo.contract.Batch`."""
-
-    def ours(page_table: Tensor, kv_lens: Tensor) -> Tensor:
-        given = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
-        return kernels.on_gpu("triton_attention", "paged_attention", q, *given)
-
-    def theirs(block_tables: Tensor | None, seq_lens: Tensor | None) -> Tensor:
-        given = kv, block_tables, seq_lens, page_tokens, 0, scale
-        return torch.ops.zoo.flashinfer_decode.default(q, *given)
-
-    is_possible = block_tables is not None and seq_lens is not None
-    if is_possible and flashinfer_attention.takes_over(attention, q, kv, page_tokens, ours, theirs):
-        return theirs(block_tables, seq_lens)
-    if kernels.use_gpu(q):
-        return ours(page_table, kv_lens)
+    whose result is zero."""
+    given = q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
     if q.device.type != "cpu":
-        return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
-    return torch.ops.zoo.attend_sequences.default(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+        return _query_by_query(*given)
+    return torch.ops.zoo.attend_sequences.default(*given)
 
 
 kernels.cpp_operator(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from zoo.nn.attention import Paged, Turn, attend
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 
@@ -33,7 +35,7 @@ class PreNormBlock(nn.Module):
 
     MLP: type[SwiGLU] = SwiGLU
     is_stacked = True  # run by `blocked_stack.run_blocks` or `frame_stack`
-    is_paired = False  # value 2i rotates with 2i + 1; otherwise i rotates with i + head_dim / 2
+    is_paired = False  # see `Turn`
 
     def __init__(self, config: Sizes, has_bias: bool = False):
         """has_bias: of queries, keys and values."""
@@ -62,3 +64,18 @@ class PreNormBlock(nn.Module):
         norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
         return q_norm, k_norm
+
+
+class PagedBlock(PreNormBlock):
+    """A block with grouped-query attention over pages."""
+
+    is_wide_norm = False  # of heads, see `Turn`
+
+    @torch.compiler.nested_compile_region
+    def forward(
+        self, x: Tensor, paged: Paged, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] -> [T, D]; cos and sin [T, head_dim], or None if positions turn nothing."""
+        turn = Turn(cos, sin, *self.head_norms(), self.norm.eps, self.is_wide_norm, self.is_paired)
+        mixed = attend(*self.project(x), paged, self.head_dim**-0.5, turn)
+        return self.combine(x, mixed.flatten(1))

@@ -22,7 +22,7 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.packed import BlockedLinear, BlockedSwiGLU
 from zoo.nn.window_attention import GeluMLP, WindowLayer
 
-Rotary = tuple[Tensor, Tensor] | tuple[()]  # cos and sin, or nothing if positions do not turn anything
+Rotary = tuple[Tensor, Tensor] | tuple[()]
 
 
 def run_blocks(
@@ -36,7 +36,7 @@ def run_blocks(
     """Run paged blocks and the norm behind them, if there is one: x [T, D] -> [T, D]. Block i uses the
     family's paged layer first_layer + i.
 
-    rotary: what each block gets between x and its `Paged`: cos and sin, [T, head_dim] or [T, 1, head_dim].
+    rotary: cos and sin [T, head_dim], or nothing if positions turn nothing.
     """
     if is_whole(layers, x) and batch.kv.dtype == torch.float32:
         first = block_of(layers[0])
@@ -48,7 +48,7 @@ def run_blocks(
             x, cos, sin, *where, batch.page_tokens, first_layer, *how, *given
         )
     for i, layer in enumerate(layers, first_layer):
-        x = layer(x, *rotary, Paged(batch, i))
+        x = layer(x, Paged(batch, i), *rotary)
     return x if norm is None else norm(x)
 
 

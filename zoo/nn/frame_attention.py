@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo import kernels
 from zoo.kernels.operator import operator
-from zoo.nn.rope import rotate
+from zoo.nn.rope import rotate, rotate_pairs
 
 MAX_TOKENS = 64  # per frame, including earlier ones; a kernel holds them in registers
 
@@ -135,9 +135,3 @@ def _mixed(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, s
         scores = scores.masked_fill(~seen, -torch.inf)
     mixed = scores.softmax(-1) @ values[:, :, None]
     return rearrange(mixed, "b h g l d -> b l (h g) d").contiguous()
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Do the same as `zoo.nn.rope.rotate`, but rotate value 2i with value 2i + 1."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin

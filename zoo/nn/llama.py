@@ -17,11 +17,9 @@ from zoo.checkpoint.config import HEADS, POSITIONS, ROPE_THETA, WIDTH, ConfigBlo
 from zoo.checkpoint.names import decoder_block, qkv
 from zoo.checkpoint.stack import StackConfig, read_stack
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend
-from zoo.nn.block import PreNormBlock
+from zoo.nn.block import PagedBlock
 from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -91,17 +89,6 @@ def frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tens
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
-class Block(PreNormBlock):
-    """Grouped-query attention over pages, then a gated MLP. With biases, it is Qwen2's block."""
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, 1, head_dim] -> [T, D]"""
-        q, k, v = self.project(x)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
-
-
 class Stack(nn.Module):
     """The blocks and the last norm."""
 
@@ -110,7 +97,7 @@ class Stack(nn.Module):
     def __init__(self, config: LlamaConfig, has_bias: bool = False):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Block(config, has_bias) for _ in range(config.layers))
+        self.layers = nn.ModuleList(PagedBlock(config, has_bias) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self) -> None:
@@ -121,7 +108,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, D] -> [T, D]"""
         angle = batch.positions.float()[:, None] * self.angle  # fp32, as in the reference
-        angle = torch.cat((angle, angle), -1)[:, None]  # [T, 1, head_dim]
+        angle = torch.cat((angle, angle), -1)  # [T, head_dim]
         rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         return run_blocks(self.layers, self.norm, x, rotary, batch)
 

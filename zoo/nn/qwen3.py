@@ -5,33 +5,24 @@ Source: transformers 5.23, models/qwen3/modeling_qwen3.py.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from zoo.checkpoint.names import decoder_block
 from zoo.checkpoint.stack import StackConfig
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend
-from zoo.nn.block import PreNormBlock
+from zoo.nn.block import PagedBlock
 from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 
 
-class Block(PreNormBlock):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP."""
+class Block(PagedBlock):
+    """A block with a norm per head of queries and keys."""
 
     def __init__(self, config: StackConfig):
         super().__init__(config)
         self.q_norm = RMSNorm(config.head_dim, config.eps)
         self.k_norm = RMSNorm(config.head_dim, config.eps)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
-        q, k, v = self.project(x)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class Stack(nn.Module):
@@ -46,8 +37,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, D] -> [T, D]"""
         config = self.config
-        cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, x.dtype)
-        return run_blocks(self.layers, self.norm, x, (cos[:, None], sin[:, None]), batch)
+        rotary = rope_table(batch.positions, config.head_dim, config.rope_theta, x.dtype)
+        return run_blocks(self.layers, self.norm, x, rotary, batch)
 
 
 def names(config: StackConfig, theirs: str, ours: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend, rope
+from zoo.nn.attention import Paged, Turn, attend
 from zoo.nn.linear import FusedLinear
 from zoo.nn.llama import LlamaConfig, frequencies
 from zoo.nn.swiglu import FusedSwiGLU
@@ -50,11 +50,10 @@ class Block(nn.Module):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D] -> [T, D]; cos and sin [T, 1, head_dim] float32."""
+        """x [T, D] -> [T, D]; cos and sin [T, head_dim] float32."""
         q, k, v = self.qkv(x)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_norm(q), self.k_norm(k), v))
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
-        mixed = attend(q, k, v, paged, self.head_dim**-0.5).flatten(1)
+        mixed = attend(q, k, v, paged, self.head_dim**-0.5, Turn(cos, sin)).flatten(1)
         x = x + self.norm(self.out(mixed))
         return x + self.mlp_norm(self.mlp(x))
 
@@ -78,7 +77,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, D] -> [T, D]"""
         angle = batch.positions.float()[:, None] * self.angle
-        angle = torch.cat((angle, angle), -1)[:, None]  # [T, 1, head_dim]
+        angle = torch.cat((angle, angle), -1)  # [T, head_dim]
         cos, sin = angle.cos(), angle.sin()
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, Paged(batch, i))

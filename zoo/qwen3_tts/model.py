@@ -234,8 +234,7 @@ class Qwen3TTS(Family[Qwen3State]):
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         stack = self.config.talker
-        cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
-        rotary = cos[:, None], sin[:, None]  # [T, 1, dim]
+        rotary = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
         return run_blocks(self.talker.layers, self.talker.norm, inputs, rotary, batch)
 
     def emit(self, state: Qwen3State, slots: Tensor, h: Tensor) -> None:

@@ -11,37 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend_rotated, rope
-from zoo.nn.block import PreNormBlock
+from zoo.nn.block import PagedBlock, PreNormBlock
 from zoo.nn.blocked_stack import run_blocks
 from zoo.nn.frame_attention import attend_within
 from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rotate_wide
 from zoo.nn.swiglu import FusedSwiGLU
 from zoo.voxcpm2.config import Rope, StackConfig
 
 
-class PagedBlock(PreNormBlock):
-    """A block of the base model or the residual model, over paged keys and values."""
+class CausalBlock(PagedBlock):
+    """A block of the base model or the residual model. Without a rotation, it has no positions."""
 
     MLP = FusedSwiGLU
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, dim]"""
-        mixed = attend_rotated(*self.project(x), cos, sin, paged, self.head_dim**-0.5)
-        return self.combine(x, mixed.flatten(1))
-
-
-class UnplacedBlock(PreNormBlock):
-    """A paged block without positions."""
-
-    MLP = FusedSwiGLU
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, paged: Paged) -> Tensor:
-        """x [T, D]"""
-        mixed = attend_rotated(*self.project(x), None, None, paged, self.head_dim**-0.5)
-        return self.combine(x, mixed.flatten(1))
 
 
 class LocalBlock(PreNormBlock):
@@ -75,7 +57,7 @@ class LocalBlock(PreNormBlock):
             first = self.kept.start or 0
             return attend_within(q, k, v, cos, sin, self.head_dim**-0.5, first).flatten(2)
         cos, sin = cos[:, None], sin[:, None]
-        q, k = rope(q, cos[self.kept], sin[self.kept]), rope(k, cos, sin)
+        q, k = rotate_wide(q, cos[self.kept], sin[self.kept]), rotate_wide(k, cos, sin)
         kept = q.shape[1]
         # nothing is masked, so the queries of a group can be folded into the axis of positions
         q = rearrange(q, "b l (h g) d -> b h (g l) d", h=self.kv_heads)  # [B, Hkv, G * kept, dim]
@@ -122,9 +104,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.first_layer = first_layer
         self.rope = LongRope(config.rope) if config.rope else None
-        self.layers = nn.ModuleList(
-            (PagedBlock if config.rope else UnplacedBlock)(config) for _ in range(config.layers)
-        )
+        self.layers = nn.ModuleList(CausalBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo.check import check
 from zoo.checkpoint.stack import StackConfig
 from zoo.contract import Batch, Family, Lane, Prompt, Said, Spec, View, frame_cap
-from zoo.nn.attention import Paged, attend_rotated
+from zoo.nn.attention import Paged, Turn, attend
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear, Tables
@@ -56,7 +56,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D] -> [T, D]; cos and sin [T, dim] float32."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
-        x = x + self.out(attend_rotated(q, k, v, cos, sin, paged, self.head_dim**-0.5).flatten(1))
+        x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5, Turn(cos, sin)).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -31,6 +31,7 @@ from zoo.kernels import (  # noqa: E402
     triton_whole_stack,
 )
 from zoo.nn import sampling  # noqa: E402
+from zoo.nn.attention import Turn  # noqa: E402
 
 pytestmark = pytest.mark.rehearse
 CARDS = {"H100": 90, "RTX 4090": 89}
@@ -41,6 +42,20 @@ PUBLISHED = {
     "fish_s2": (32, 8, 128),
     "higgs_v3": (32, 8, 128),
     "voxcpm2": (16, 2, 128),
+}
+TABLE = torch.empty(1)
+TURNS = {
+    "written": Turn(),
+    "turned": Turn(TABLE, TABLE),
+    "normed and turned": Turn(TABLE, TABLE, TABLE, TABLE),
+    "wide normed and turned in pairs": Turn(TABLE, TABLE, TABLE, TABLE, is_wide=True, is_paired=True),
+}
+# what happens to queries and keys in a step, by shape
+TURNED = {
+    PUBLISHED["qwen3_tts"]: ("normed and turned",),
+    PUBLISHED["cosyvoice2"]: ("turned",),
+    PUBLISHED["higgs_v3"]: ("normed and turned", "wide normed and turned in pairs"),
+    PUBLISHED["voxcpm2"]: ("written", "turned"),
 }
 WIDTHS = [1026, 2048, 3072, 4097, 6564, sampling.MAX_GPU_WIDTH]  # of rows of logits
 SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
@@ -96,18 +111,19 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
     q, kv = (torch.empty(1, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads))
     splits = triton_attention.NUM_SPLITS
     forms = [(True, splits, ""), (True, 1, ""), (False, 1, "")]
-    if shape == PUBLISHED["voxcpm2"] and dtype in triton_attention.TURNED_WHERE_READ:
-        forms += [(True, n, new) for n in (splits, 1) for new in ("written", "turned")]
-    for is_step, splits, new in forms:
-        counts = dict.fromkeys((*triton_attention.LENGTHS, "token_stride"), "i32")
-        values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype)
+    if dtype in triton_attention.TURNED_WHERE_READ:
+        forms += [(True, n, turn) for n in (splits, 1) for turn in TURNED.get(shape, ())]
+    for is_step, splits, turn in forms:
+        counts = dict.fromkeys((*triton_attention.LENGTHS, "q_stride", "k_stride", "v_stride"), "i32")
+        values = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "kv"), dtype)
         values |= dict.fromkeys(("kv_write_index", "page_table", "kv_lens", "cu_seqlens"), torch.int64)
         values |= {"out": dtype, "log_sums": torch.int64}
         if splits > 1:
             values |= {"out": torch.float32, "log_sums": torch.float32}
-        values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits, new)
+        values |= counts | {"scale": "fp32", "eps": "fp32"}
+        values |= triton_attention.constants(q, kv, 16, is_step, splits, TURNS.get(turn))
         registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
-        kind = f"{'step' if is_step else 'prompt'}, {splits} splits {new}"
+        kind = f"{'step' if is_step else 'prompt'}, {splits} splits {turn}"
         print(
             f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared"
         )
@@ -122,19 +138,20 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
 @pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
+@pytest.mark.parametrize("turn", TURNS)
+def test_writing_builds_without_spills(turn, dtype, card, tmp_path):
     heads, kv_heads, dim = PUBLISHED["voxcpm2"]
-    values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype) | {"kv_write_index": torch.int64}
+    values = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "kv", "out"), dtype)
+    values |= dict.fromkeys(("layer", "q_stride", "k_stride", "v_stride"), "i32")
     values |= {
-        "out": dtype,
-        "layer": "i32",
-        "token_stride": "i32",
+        "kv_write_index": torch.int64,
+        "eps": "fp32",
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
     }
     values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
-    _, stack, _ = build(triton_attention._write, values | {"IS_TURNED": is_turned}, CARDS[card], tmp_path)
+    values |= triton_attention.forms(TURNS[turn])
+    _, stack, _ = build(triton_attention._write, values, CARDS[card], tmp_path)
     assert stack == 0, f"{stack} bytes per thread do not fit into registers"
 
 

@@ -13,14 +13,14 @@ from zoo import kernels
 from zoo.contract import Batch
 from zoo.fish_s2.block import SlowBlock
 from zoo.fish_s2.depth import FastBlock
-from zoo.nn import llama, qwen3
-from zoo.nn.block import PreNormBlock
+from zoo.nn import qwen3
+from zoo.nn.block import PagedBlock, PreNormBlock
 from zoo.nn.blocked_stack import is_whole, run_blocks
 from zoo.nn.frame_stack import FrameBlock, frame_stack
 from zoo.nn.norm import RMSNorm
 from zoo.nn.pack import pack
 from zoo.qwen3_tts.depth import DepthBlock
-from zoo.voxcpm2.block import UnplacedBlock
+from zoo.voxcpm2.block import CausalBlock
 
 PAGE, FIRST_LAYER = 4, 1
 
@@ -81,16 +81,16 @@ def launch(lengths: list[int], new: list[int]) -> Batch:
 
 
 def rotary(batch: Batch, make) -> tuple[Tensor, Tensor] | tuple[()]:
-    if make is UnplacedBlock:
+    if make is CausalBlock:  # as in the residual model
         return ()
     angle = batch.positions[:, None] * torch.rand(
         Sizes.head_dim // 2, generator=torch.Generator().manual_seed(1)
     )
     angle = angle.repeat_interleave(2, -1) if make is SlowBlock else torch.cat((angle, angle), -1)
-    return angle.cos()[:, None], angle.sin()[:, None]
+    return angle.cos(), angle.sin()
 
 
-PAGED = {"qwen3": qwen3.Block, "llama": llama.Block, "fish_s2": SlowBlock, "voxcpm2": UnplacedBlock}
+PAGED = {"qwen3": qwen3.Block, "llama": PagedBlock, "fish_s2": SlowBlock, "voxcpm2": CausalBlock}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -112,9 +112,9 @@ def test_paged_blocks_give_the_same_as_one_operator(name, new, threads):
 
 @pytest.mark.parametrize("bits", [8, 32])
 def test_biases_and_weights_of_other_sizes_are_used(bits):
-    model = packed(lambda: llama.Block(Sizes(), has_bias=True), bits)
+    model = packed(lambda: PagedBlock(Sizes(), has_bias=True), bits)
     x, (ours, theirs) = torch.randn(2, Sizes.hidden), (launch([3, 9], [1, 1]) for _ in range(2))
-    turned = rotary(ours, llama.Block)
+    turned = rotary(ours, PagedBlock)
     found = run_blocks(model.layers, model.norm, x, turned, ours)
     with kernels.plain():
         expected = run_blocks(model.layers, model.norm, x, turned, theirs)

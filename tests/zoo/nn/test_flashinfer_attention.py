@@ -20,7 +20,7 @@ from zoo import kernels
 from zoo.contract import Batch
 from zoo.kernels import gpu
 from zoo.nn import attention, flashinfer_attention, swiglu
-from zoo.nn.attention import Paged, attend, attend_rotated
+from zoo.nn.attention import UNTURNED, Paged, Turn
 from zoo.nn.flashinfer_attention import flashinfer_decode, kind, pages, plain_decode, takes_over, why_not
 
 HEADS, KV_HEADS, DIM, LAYERS, PAGE = 6, 2, 16, 3, 16
@@ -100,25 +100,28 @@ def test_tables_of_other_integers_are_refused():
         flashinfer_decode(q, step.kv, step.page_table, step.seq_lens, PAGE, 0, SCALE)
 
 
-@pytest.mark.parametrize("is_rotated", [False, True])
-def test_a_step_by_flashinfer_equals_ours(is_rotated, monkeypatch):
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_step_by_flashinfer_equals_ours(is_turned, monkeypatch):
     """Both write the new keys and values to the same rows first."""
     lengths = [17, 64, 1, 33]
-    q, k, v = new(len(lengths))
     angle = torch.randn(len(lengths), DIM // 2).repeat(1, 2)
+    turn = Turn(angle.cos(), angle.sin(), *torch.randn(2, DIM), 1e-6) if is_turned else UNTURNED
     found = []
     for is_theirs in (False, True):
         monkeypatch.setattr(flashinfer_attention, "takes_over", lambda *_, is_theirs=is_theirs: is_theirs)
         step = batch(lengths)
-        if is_rotated:
-            where = *kv_places(step), PAGE, 1, SCALE, step.block_tables, step.seq_lens, "flashinfer"
-            out = attention.rotary_paged_attention(q, k, v, angle.cos(), angle.sin(), step.kv, *where)
-        else:
-            out = attend(q, k, v, Paged(step, 1), SCALE)
+        out = as_on_a_gpu(*new(len(lengths)), Paged(step, 1), turn)
         found.append((out, step.kv))
     (ours, our_kv), (theirs, their_kv) = found
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
     assert torch.equal(our_kv.nan_to_num(7), their_kv.nan_to_num(7))
+
+
+def as_on_a_gpu(q: Tensor, k: Tensor, v: Tensor, paged: Paged, turn: Turn = UNTURNED) -> Tensor:
+    """Attend by the operator that `attend` uses on a GPU."""
+    step = paged.batch
+    where = *kv_places(step), PAGE, paged.layer, SCALE, step.block_tables, step.seq_lens, "flashinfer"
+    return torch.ops.zoo.rotary_paged_attention.default(q, k, v, *turn, step.kv, *where)
 
 
 def kv_places(step: Batch) -> tuple[Tensor, ...]:
@@ -130,15 +133,12 @@ def test_the_operators_are_whole_for_a_compiler():
     step.kv = step.kv.nan_to_num(0)
     given = q, step.kv, step.block_tables, step.seq_lens, PAGE, 1, SCALE
     torch.library.opcheck(torch.ops.zoo.flashinfer_decode.default, given)
-    rest = step.page_table, step.kv_lens, step.cu_seqlens, PAGE, SCALE
-    flashinfer = step.block_tables, step.seq_lens, "flashinfer"
-    torch.library.opcheck(torch.ops.zoo.paged_attention.default, (q, step.kv, *rest, *flashinfer))
 
 
 def test_a_step_with_both_tables_is_one_graph_for_any_number_of_slots():
     @torch.compiler.nested_compile_region
     def layer(q: Tensor, k: Tensor, v: Tensor, paged: Paged) -> Tensor:
-        return attend(q, k, v, paged, SCALE) + attend_rotated(q, k, v, None, None, paged, SCALE)
+        return as_on_a_gpu(q, k, v, paged)
 
     def step(q: Tensor, k: Tensor, v: Tensor, given: Batch) -> Tensor:
         return sum(layer(q, k, v, Paged(given, i)) for i in range(LAYERS))
