@@ -207,21 +207,9 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for at in range(first, last, BLOCK):
-        n = at + tl.arange(0, BLOCK)
-        page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
-        # int64: an arena has more values than 2^31
-        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM
-        there = (n < last)[:, None] & (d < DIM)[None, :]
-        old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
-        old_v = tl.load(
-            kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0
-        )
-        is_seen = n[None, :] < limit[:, None]
-        top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
     if IS_WRITING:
         # Mostly a single iteration, so there is nothing to prefetch.
-        for at in tl.range(0, num_new, NEW, num_stages=1):
+        for at in tl.range(0, num_new, NEW, num_stages=1, disable_licm=True):
             n = start + at + tl.arange(0, NEW)
             is_new = n < end
             new_k = _rows(
@@ -240,6 +228,18 @@ def _attend(
             tl.store(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], new_v, mask=own)
             is_seen = is_new[None, :] & (n[None, :] <= token[:, None])
             top, total, mixed = _seen(query, new_k, new_v, is_seen, top, total, mixed, scale)
+    for at in range(first, last, BLOCK):
+        n = at + tl.arange(0, BLOCK)
+        page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
+        # int64: an arena has more values than 2^31
+        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM
+        there = (n < last)[:, None] & (d < DIM)[None, :]
+        old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
+        old_v = tl.load(
+            kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0
+        )
+        is_seen = n[None, :] < limit[:, None]
+        top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
 
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -347,6 +347,8 @@ def constants(
         **forms(turn or Turn()),
         "num_warps": 8 if padded_dim > 128 else 4,
         "num_stages": 3,
+        # The assembler would rather spill a few bytes than use more than 128.
+        **({} if turn is None else {"maxnreg": 168}),
     }
 
 

@@ -78,7 +78,7 @@ def test_the_interpreter_agrees(what):
 def compiled(kernel, values: dict[str, object], cc: int):
     """Compile a kernel. values: for each argument a dtype (it is a pointer to it), the name of a type, or the
     number that it is compiled for; also options."""
-    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in values}
     kinds = {name: POINTERS.get(value, value) for name, value in values.items()}
     signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in kinds.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
