@@ -90,7 +90,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float, turn: Tu
     return (torch.ops.zoo.paged_attention_cpp if has_cpp else torch.ops.zoo.paged_attention).default(*given)
 
 
-@operator("rotary_paged_attention", writes=written_in_regions("kv"))
+# Without the tag the compiler computes cos and sin again for each layer, to be sure of their strides.
+@operator("rotary_paged_attention", writes=written_in_regions("kv"), tags=(torch.Tag.flexible_layout,))
 def rotary_paged_attention(
     q: Tensor,
     k: Tensor,
