@@ -3,9 +3,9 @@
 The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys
 from row r + 2 l n and its values n rows further; n is the number of tokens in a page.
 
-On a GPU, one operator normalizes, rotates, writes and reads. On a CPU, the graph does all but the reading, and
-the compiler fuses it with its neighbours. Either way a whole step compiles without graph breaks, and equal blocks
-share one compiled region.
+On a GPU, one operator normalizes, rotates, writes and reads. It takes a layer's number, so each block is compiled by
+itself. On a CPU, the graph does all but the reading, and equal blocks share one compiled region. Either way a whole
+step compiles without graph breaks.
 """
 
 from itertools import pairwise
