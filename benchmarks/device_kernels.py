@@ -215,7 +215,7 @@ def turned(turn: str, rows: int, dim: int, dtype: torch.dtype) -> Turn:
     table = angle.cos().to(dtype), angle.sin().to(dtype)
     if "normed" not in turn:
         return Turn(*table, is_paired=is_paired)
-    return Turn(*table, *(random(2, dim, dtype=dtype) + 1), 1e-6, "wide" in turn, is_paired)
+    return Turn(*table, *(random(2, dim, dtype=dtype) + 1), 1e-2, "wide" in turn, is_paired)
 
 
 def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo import kernels
 from zoo.kernels.operator import operator
+from zoo.nn.norm import rms_norm
 from zoo.nn.rope import rotate, rotate_pairs
 
 MAX_TOKENS = 64  # per frame, including earlier ones; a kernel holds them in registers
@@ -116,8 +117,7 @@ def grow_frame_attention(
     turned = []
     for x, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
-            wide = x.float()
-            x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+            x = rms_norm(x, weight, eps)
         y = (rotate_pairs if is_paired else rotate)(x.float(), cos[at, None].float(), sin[at, None].float())
         turned.append(y.to(x.dtype).float() if is_rounded else y)
     new = torch.stack((turned[1].transpose(1, 2), v.float().transpose(1, 2)), 1)  # [B, 2, Hkv, L, dim]

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import device_kernels
+from benchmarks.device_kernels import TURNS, turned
 from zoo import kernels
 from zoo.kernels import triton_attention
-from zoo.nn.attention import Turn, _one_sequence, _query_by_query
+from zoo.nn.attention import _one_sequence, _query_by_query
 
 LAYERS = 2
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -27,6 +29,7 @@ EXAMPLES = settings(max_examples=15, deadline=None, derandomize=True, database=N
 def _small_splits():
     with pytest.MonkeyPatch.context() as patch:
         multiply_numbers(patch)
+        patch.setattr(device_kernels, "DEVICE", "cpu")
         # so that sequences of a few dozen positions use all splits
         patch.setattr(triton_attention, "MIN_SPLIT", 16)
         patch.setattr(triton_attention, "ONE_PASS", 32)
@@ -136,24 +139,6 @@ def test_stretches_of_prompts(shape, sequences, padding):
     assert (found[sum(counts) :] == 0).all()
 
 
-def turn(how: str, num_tokens: int, dim: int, dtype: torch.dtype) -> Turn:
-    """Return what happens to queries and keys, by name."""
-    if how == "written":
-        return Turn()
-    generator = torch.Generator().manual_seed(2)
-    angle = torch.randn(num_tokens, dim // 2, generator=generator)
-    is_paired = "pairs" in how
-    angle = angle.repeat_interleave(2, 1) if is_paired else angle.repeat(1, 2)
-    table = angle.cos().to(dtype), angle.sin().to(dtype)
-    if "normed" not in how:
-        return Turn(*table, is_paired=is_paired)
-    norms = (torch.randn(2, dim, generator=generator) + 1).to(dtype)
-    return Turn(*table, *norms, 1e-2, is_wide="wide" in how, is_paired=is_paired)
-
-
-HOWS = "written", "turned", "turned in pairs", "normed and turned", "wide normed and turned in pairs"
-
-
 def turning(given_launch: Launch, how: str) -> tuple[tuple[object, ...], Tensor]:
     """Return the arguments of `rotary_paged_attention` for the same launch, before its keys and values are
     written, and the rows that it must write. Queries, keys and values are slices of one matrix."""
@@ -176,7 +161,7 @@ def turning(given_launch: Launch, how: str) -> tuple[tuple[object, ...], Tensor]
     first = 2 * page  # rows of layer 0: `launch` writes to layer 1
     where = torch.cat((written, spare)) - first, given_launch.page_table - first
     lengths = given_launch.kv_lens, given_launch.cu_seqlens
-    made = turn(how, num_tokens, dim, q.dtype)
+    made = turned(how, num_tokens, dim, q.dtype)
     return (q, k, v, made, kv, *where, *lengths, page, 1, given_launch.scale), written
 
 
@@ -197,7 +182,7 @@ def agrees_with_plain(given_launch: Launch, how: str) -> None:
     assert torch.equal(our_kv[others].nan_to_num(7.0), before[others].nan_to_num(7.0))
 
 
-@given(shapes, st.lists(st.integers(0, 90), min_size=1, max_size=4), st.sampled_from(HOWS))
+@given(shapes, st.lists(st.integers(0, 90), min_size=1, max_size=4), st.sampled_from(TURNS))
 @EXAMPLES
 def test_steps_that_rotate_and_write(shape, pasts, how):
     agrees_with_plain(launch([1] * len(pasts), pasts, **shape), how)
@@ -207,7 +192,7 @@ def test_steps_that_rotate_and_write(shape, pasts, how):
     shapes,
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
     st.integers(0, 70),
-    st.sampled_from(HOWS),
+    st.sampled_from(TURNS),
 )
 @EXAMPLES
 def test_stretches_that_rotate_and_write(shape, sequences, padding, how):
@@ -225,7 +210,7 @@ def test_a_launch_that_only_looks_like_a_step_rotates_and_writes(
 ):
     monkeypatch.setattr(triton_attention, "TURNED_WHERE_READ", kinds)
     looks_like_one = launch(counts, [50, 3, 9, *[0] * 37][: len(counts)], padding=padding, columns=columns)
-    agrees_with_plain(looks_like_one, "normed and turned")
+    agrees_with_plain(looks_like_one, "normed and rotated")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +293,7 @@ def test_the_version_for_other_devices_gives_the_same():
 def test_the_operator_on_a_gpu_calls_the_kernel(monkeypatch):
     for counts in ([1, 1, 1], [5, 0, 30]):
         of_a_kind = launch(counts, [60, 4, 7])
-        found, expected = (turning(of_a_kind, "normed and turned")[0] for _ in range(2))
+        found, expected = (turning(of_a_kind, "normed and rotated")[0] for _ in range(2))
         q, k, v, made, *rest = found
         monkeypatch.setattr(kernels, "use_gpu", lambda tensor: True)
         by_operator = torch.ops.zoo.rotary_paged_attention.default(q, k, v, *made, *rest)
@@ -322,7 +307,7 @@ def test_a_norm_rounds_where_its_family_rounds():
     written = {}
     for is_wide in (False, True):
         q, k, v, made, kv, where, *_ = turning(
-            launch([1] * 8, [3] * 8, dtype=torch.float16), "normed and turned"
+            launch([1] * 8, [3] * 8, dtype=torch.float16), "normed and rotated"
         )[0]
         made = made._replace(is_wide=is_wide)
         turned = triton_attention.turn_and_write(q, k, v, made, kv, where, 4, 1)
@@ -334,7 +319,7 @@ def test_a_norm_rounds_where_its_family_rounds():
 
 def test_queries_keys_and_values_may_lie_apart():
     """A norm over all heads leaves them in tensors of different widths."""
-    ours, theirs = (turning(launch([1, 1], [30, 7]), "turned")[0] for _ in range(2))
+    ours, theirs = (turning(launch([1, 1], [30, 7]), "rotated")[0] for _ in range(2))
     q, k, v = (x.contiguous() for x in ours[:3])
     found = triton_attention.rotary_paged_attention(q, k, v, *ours[3:])
     assert torch.equal(found, triton_attention.rotary_paged_attention(*theirs))

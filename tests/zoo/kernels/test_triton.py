@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from benchmarks.device_kernels import TURNS, turned  # noqa: E402
 from zoo.kernels import (  # noqa: E402
     triton_attention,
     triton_conv,
@@ -31,7 +32,6 @@ from zoo.kernels import (  # noqa: E402
     triton_whole_stack,
 )
 from zoo.nn import sampling  # noqa: E402
-from zoo.nn.attention import Turn  # noqa: E402
 
 pytestmark = pytest.mark.rehearse
 CARDS = {"H100": 90, "RTX 4090": 89}
@@ -43,19 +43,12 @@ PUBLISHED = {
     "higgs_v3": (32, 8, 128),
     "voxcpm2": (16, 2, 128),
 }
-TABLE = torch.empty(1)
-TURNS = {
-    "written": Turn(),
-    "turned": Turn(TABLE, TABLE),
-    "normed and turned": Turn(TABLE, TABLE, TABLE, TABLE),
-    "wide normed and turned in pairs": Turn(TABLE, TABLE, TABLE, TABLE, is_wide=True, is_paired=True),
-}
 # what happens to queries and keys in a step, by shape
 TURNED = {
-    PUBLISHED["qwen3_tts"]: ("normed and turned",),
-    PUBLISHED["cosyvoice2"]: ("turned",),
-    PUBLISHED["higgs_v3"]: ("normed and turned", "wide normed and turned in pairs"),
-    PUBLISHED["voxcpm2"]: ("written", "turned"),
+    PUBLISHED["qwen3_tts"]: ("normed and rotated",),
+    PUBLISHED["cosyvoice2"]: ("rotated",),
+    PUBLISHED["higgs_v3"]: ("normed and rotated", "normed wide and rotated in pairs"),
+    PUBLISHED["voxcpm2"]: ("written", "rotated"),
 }
 WIDTHS = [1026, 2048, 3072, 4097, 6564, sampling.MAX_GPU_WIDTH]  # of rows of logits
 SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
@@ -121,7 +114,9 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
         if splits > 1:
             values |= {"out": torch.float32, "log_sums": torch.float32}
         values |= counts | {"scale": "fp32", "eps": "fp32"}
-        values |= triton_attention.constants(q, kv, 16, is_step, splits, TURNS.get(turn))
+        values |= triton_attention.constants(
+            q, kv, 16, is_step, splits, turned(turn, 1, dim, dtype) if turn else None
+        )
         registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
         kind = f"{'step' if is_step else 'prompt'}, {splits} splits {turn}"
         print(
@@ -150,7 +145,7 @@ def test_writing_builds_without_spills(turn, dtype, card, tmp_path):
         "GROUP": heads // kv_heads,
     }
     values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
-    values |= triton_attention.forms(TURNS[turn])
+    values |= triton_attention.forms(turned(turn, 1, dim, dtype))
     _, stack, _ = build(triton_attention._write, values, CARDS[card], tmp_path)
     assert stack == 0, f"{stack} bytes per thread do not fit into registers"
 
