@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soxr
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from zoo.chatterbox.loudness import at_loudness
 from zoo.chatterbox.voice_encoder import VoiceEncoder
 from zoo.checkpoint.tensor_files import read_pickle
 from zoo.nn.mel import LogMel
-from zoo.nn.resample import Resample
+from zoo.nn.resample import Resample, by_soxr
 from zoo.nn.s3.campplus import CamPlus, Fbank
 from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, NUM_CODES, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
@@ -102,7 +101,7 @@ class Cloner:
         samples = mono(clip, RATE_HZ, allowed)
         if self.is_turbo:
             samples = at_loudness(samples, RATE_HZ, LOUDNESS_LUFS)
-        speech = self._tensor(resampled(samples, RATE_HZ, SPEECH_HZ))
+        speech = self._tensor(by_soxr(samples, RATE_HZ, SPEECH_HZ))
         first = self._tensor(samples[: MAX_PROMPT // CODES_PER_S * RATE_HZ])
         flow_speech = Resample(RATE_HZ, SPEECH_HZ).to(self.device)(first[None])[0]
         flow_codes = self._codes(flow_speech)
@@ -122,13 +121,6 @@ class Cloner:
 
     def _codes(self, speech: Tensor) -> Tensor:
         return self.encoders.tokenizer(self.whisper_mel(speech)[None])[0]
-
-
-def resampled(samples: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
-    """Return samples [N] at another rate (soxr, high quality). N is rounded up, as librosa does."""
-    wanted = -(-len(samples) * to_hz // from_hz)
-    samples = soxr.resample(samples, from_hz, to_hz, quality="HQ")[:wanted]
-    return np.pad(samples, (0, wanted - len(samples)))
 
 
 def read_voice(directory: Path, config: Config, device: torch.device) -> Voice | None:

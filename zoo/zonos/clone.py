@@ -17,11 +17,10 @@ from zoo.voices.encoded_files import EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 from zoo.zonos.codec import Codec
 from zoo.zonos.config import SAMPLE_RATE_HZ
-from zoo.zonos.speaker import RATE_HZ, SpeakerEncoder
+from zoo.zonos.speaker import SpeakerEncoder
 
 FAMILY = "zonos"
 REFERENCE_S = (0.1, 30.0)  # the original advises 5 to 30 s
-COMMON_HZ = 100  # the rates of recordings are multiples of it
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,9 @@ class Cloner:
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:
         assert self.speaker is not None, "a reference, and no speaker encoder: the spec takes none"
-        # The encoder's own resampler needs a filter per phase; rates that would have too many go through
-        # soxr.
-        rate_hz = clip.sample_rate_hz if clip.sample_rate_hz % COMMON_HZ == 0 else RATE_HZ
         own, wide = (
-            torch.tensor(mono(clip, hz, REFERENCE_S), device=self.device) for hz in (rate_hz, SAMPLE_RATE_HZ)
+            torch.tensor(mono(clip, rate_hz, REFERENCE_S), device=self.device)
+            for rate_hz in (clip.sample_rate_hz, SAMPLE_RATE_HZ)
         )
-        voice = self.speaker(own, rate_hz)
+        voice = self.speaker(own, clip.sample_rate_hz)
         return EncodedReference(voice.bfloat16().cpu(), self.codec.encode(wide[None])[0].cpu())
