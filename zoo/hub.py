@@ -81,6 +81,14 @@ def _name_of(model: str) -> str:
     return match["name"]
 
 
+def published_name(directory: Path) -> str:
+    """Return the name that a model was published under: its repository's if the directory is in the Hub's cache, which
+    is .../models--ORG--NAME/snapshots/COMMIT, else the directory's."""
+    directory = directory.absolute()
+    kind, _, name = directory.parent.parent.name.rpartition("--")
+    return name if directory.parent.name == "snapshots" and kind.startswith("models--") else directory.name
+
+
 def repository_of(model: str) -> str | None:
     """Return the repository ORG/NAME of a model from the Hub, without its revision and adapter; None for a
     directory."""

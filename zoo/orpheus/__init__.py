@@ -80,6 +80,7 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
     import torch
 
     from zoo.contract import KV, Spec
+    from zoo.hub import published_name
     from zoo.orpheus.clone import MAX_REFERENCES, REFERENCE_S
     from zoo.orpheus.config import SAMPLE_RATE_HZ, read_configs
     from zoo.orpheus.prompt import HINTS, NO_VOICE, OPTIONS, PIECE_S, voices_of
@@ -87,7 +88,7 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
     from zoo.orpheus.tokens import PLACES
 
     config, codec_config = read_configs(directory)
-    is_pretrained = "pretrain" in directory.name.lower()
+    is_pretrained = "pretrain" in published_name(directory).lower()
     stack = config.stack
     spec = Spec(
         family=NAME,

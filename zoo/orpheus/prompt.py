@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zoo.contract import Said
+from zoo.hub import published_name
 from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.orpheus.clone import Cloner
 from zoo.orpheus.config import Config
@@ -128,8 +129,8 @@ class PromptWriter:
 
 
 def voices_of(directory: Path) -> tuple[str, ...]:
-    """Return the voices of a fine-tuned checkpoint, by the language in its directory's name."""
-    name = directory.name.lower()
+    """Return the voices of a fine-tuned checkpoint, by the language in its published name."""
+    name = published_name(directory).lower()
     parts = name.replace("-", "_").split("_")
     for language, voices in VOICES.items():
         if language in parts or (language == "es_it" and "es_it" in name):

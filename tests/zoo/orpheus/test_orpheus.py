@@ -175,8 +175,16 @@ def test_a_client_cannot_write_special_tokens():
         ("3b-zh-ft-research_release", "长乐"),
     ],
 )
-def test_the_directory_name_says_the_language(tmp_path, name, voice):
-    assert voices_of(tmp_path / name)[0] == voice
+@pytest.mark.parametrize("place", ["{}", "models--canopylabs--{}/snapshots/4a82f00d"])
+def test_the_published_name_says_the_language(tmp_path, name, voice, place):
+    assert voices_of(tmp_path / place.format(name))[0] == voice
+
+
+def test_a_pretrained_checkpoint_in_the_hubs_cache_takes_references(tmp_path):
+    path = tmp_path / "models--canopylabs--orpheus-3b-0.1-pretrained" / "snapshots" / "4a82f00d"
+    shutil.copytree(directory("orpheus", "tiny"), path)
+    spec, _ = zoo.families()["orpheus"].survey(path)
+    assert spec.variant == "pretrained" and "clone" in spec.modes
 
 
 def test_only_pretrained_checkpoints_take_references():
