@@ -130,9 +130,9 @@ class OpusLM(Family[OpusLMState]):
         room = self.spec.max_positions - length
         writes, speaks = self._writes(request), request.output in ("speech", "continuation")
         behind = TEXT_ROWS + OPENING if speaks else 0
-        # an answer may write as much as leaves room for one frame
-        words = min(MAX_WORDS, most, room - (behind + 1 + DELAY) * speaks) if writes else 0
-        if writes and words < 1:
+        # A spoken answer has many more frames than words, so its words take a quarter of the room at most.
+        words = min(MAX_WORDS, most, room // 4 if speaks else room) if writes else 0
+        if writes and (words < 1 or room <= words + (behind + DELAY) * speaks):
             takes = f"the prompt takes {length} positions of {self.spec.max_positions}"
             raise RequestError("text", f"{takes}, which leaves no room for an answer")
         max_frames = 1

@@ -114,6 +114,16 @@ def requests() -> dict[str, list[Request]]:
     return {"tiny": base, "tiny_dialogue": dialogue}
 
 
+def test_a_spoken_answer_after_a_long_dialogue_keeps_most_of_the_room_for_its_speech():
+    ours = model("tiny_dialogue")
+    turns = (Turn("user", "Who is there?" * 700),)
+    prompt = ours.prompt(Request(text="", turns=turns, voice="default"))
+    room = ours.spec.max_positions - len(prompt.inputs)
+    words = prompt.slot["max_words"]
+    assert room // 5 < words <= room // 4 and prompt.max_frames > 2 * words
+    assert len(prompt.inputs) + prompt.max_steps <= ours.spec.max_positions
+
+
 @pytest.mark.parametrize("size", ["tiny", "tiny_dialogue"])
 def test_the_engine_gives_what_the_plain_loop_gives(size):
     """Several kinds of requests in one batch, in windows."""
