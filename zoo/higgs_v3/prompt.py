@@ -31,7 +31,8 @@ STRUCTURE = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>"
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in CONTROL_TAGS) + ")")
 # Users of the model send 300 to 500 characters at a time. A pass holds at most 80 s.
 PIECE_S = 30.0
-LEAD = r"(?:\s*<\|(?:emotion|style|prosody):[^|<>]*\|>)+"  # tags at the start apply to the whole text
+# tags at the start apply to the whole text, but a pause does not
+LEAD = r"(?:\s*<\|(?:emotion|style|prosody):(?!(?:long_)?pause\|)[^|<>]*\|>)+"
 VOICE = "default"  # a random voice; OpenAI's clients must name one
 # The defaults of sglang-omni 0.1.9 for speech requests; the checkpoint has none.
 TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8

@@ -12,6 +12,7 @@ from models import Clock, directory, family, serve, write
 
 import zoo
 from serving.engine.engine import Engine
+from zoo.contract.family import pieces_of
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.demo import CONFIGS
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
@@ -81,6 +82,18 @@ def test_every_documented_control_tag_is_one_token_anywhere_in_a_text(ours):
     assert len(CONTROL_TAGS) == 43 and len(others) == 41
     for token in others:
         assert set(names(ours, Request(text=f"a{token}a"))[2:-1]) == {"t"}, token
+
+
+def test_every_piece_begins_with_the_tags_of_the_whole_text_but_not_with_its_first_pause(ours):
+    sentences = "The old man told the children a story about the sea. " * 20
+    for tags, lead in (
+        ("<|emotion:awe|><|prosody:speed_slow|>", "<|emotion:awe|><|prosody:speed_slow|>"),
+        ("<|emotion:awe|><|prosody:pause|>", "<|emotion:awe|>"),
+        ("<|prosody:long_pause|><|emotion:awe|>", ""),
+    ):
+        first, *more = pieces_of(Request(text=tags + sentences, voice="default"), ours.spec)
+        assert first.startswith(tags) and more
+        assert {piece[: piece.index("The")] for piece in more} == {lead}
 
 
 def test_text_is_stripped(ours):
