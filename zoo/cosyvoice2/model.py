@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.check import check, shares
-from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
+from zoo.contract import NEVER, Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
 from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, Config, LMConfig
 from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache, PagedCache
@@ -63,7 +63,6 @@ from zoo.nn.sampling import gumbel
 from zoo.request import Request, RequestError, Share
 from zoo.voices.references import References
 
-NEVER = 1 << 40  # a step that is never reached
 # The most codes that a CPU renders at once in the flow, and in the vocoder, whose signals are longer. With
 # more, the intermediate results would not fit its caches.
 MAX_CODES_AT_ONCE, MAX_CODES_HEARD = 400, 200

@@ -40,7 +40,7 @@ from zoo.nn.s3.carried import heard, source_noise
 from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.held_pitch import Vocoder
 from zoo.nn.s3.sizes import GRID, MELS
-from zoo.nn.sampling import draw, gumbel, uniform_noise
+from zoo.nn.sampling import draw, gumbel, is_any, uniform_noise
 from zoo.request import Request
 
 LEAST_PAST = 64  # codes of the prompt of a cell, once there are so many
@@ -158,7 +158,7 @@ class Glm4Voice(Family[VoiceState]):
         token = draw(logits, state.temperature[slots], state.top_k[slots], state.top_p[slots], noise)
         code = token - self.first_code
         is_code = (code >= 0) & (code < self.config.flow.codes)
-        ended = self._is_stop(token)
+        ended = is_any(token, self.stops)
         is_last = state.steps[slots] >= state.last_step[slots]
         state.write(slots, torch.where(is_code | ended, -1, token))
         state.token[slots] = torch.where(state.done[slots], state.token[slots], token)
@@ -170,14 +170,6 @@ class Glm4Voice(Family[VoiceState]):
         logits = self.lm.head(h).float()
         is_token = torch.arange(logits.shape[1], device=h.device) < self.first_code + self.config.flow.codes
         return logits.masked_fill(~is_token, -torch.inf)
-
-    def _is_stop(self, token: Tensor) -> Tensor:
-        """Return which tokens [B] end an answer. Constants are compared one by one: a tensor of them would be copied to
-        the device in each step."""
-        found = token == self.stops[0]
-        for stop in self.stops[1:]:
-            found = found | (token == stop)
-        return found
 
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         # A stretch of at most CELL codes is one cell, unless it begins with the first cell and goes on behind it.

@@ -2,7 +2,7 @@
 or the other rows."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -193,3 +193,12 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     paper (arXiv 1909.05858), section 4.1."""
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def is_any(tokens: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return which tokens [B] are one of these ids. Ids are compared one by one: a tensor of them would be copied to the
+    device in each step."""
+    found = tokens == ids[0]
+    for one in ids[1:]:
+        found = found | (tokens == one)
+    return found

@@ -20,7 +20,7 @@ from zoo.check import check
 from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.nn.llama import Stack
 from zoo.nn.narrow import dtype_of, tied_head
-from zoo.nn.sampling import draw, gumbel, penalise
+from zoo.nn.sampling import draw, gumbel, is_any, penalise
 from zoo.orpheus.config import Config
 from zoo.orpheus.prompt import PromptWriter
 from zoo.orpheus.snac import Snac
@@ -92,7 +92,7 @@ class OrpheusState(State):
         place = self.place[slots]
         codes = self.codes[slots]  # [B, 7]
         mark = token - self.num_words  # the special tokens and codes, counted as in tokens.py
-        stopped = is_stop(mark)
+        stopped = is_any(mark, STOPS)
         ends = stopped | (self.steps[slots] >= self.last_step[slots])
         index = mark - FIRST_CODE
         is_code = (index >= 0) & (index < CODES * PLACES)
@@ -111,15 +111,6 @@ class OrpheusState(State):
         self.seen[slots, token] = self.seen[slots, token] | alive
         self.append(slots, codes, stopped, is_whole)
         self.done[slots] = self.done[slots] | ends
-
-
-def is_stop(mark: Tensor) -> Tensor:
-    """Return which tokens [B], counted as in tokens.py, end a speech. Constants are compared one by one: a
-    tensor of them would be copied to the device in each step."""
-    found = mark == STOPS[0]
-    for stop in STOPS[1:]:
-        found = found | (mark == stop)
-    return found
 
 
 class Orpheus(Family[OrpheusState]):

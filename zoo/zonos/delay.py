@@ -18,10 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.contract import Prompt, Spec, State
+from zoo.contract import NEVER, Prompt, Spec, State
 from zoo.zonos.config import BOOKS, CODES, DELAY, END, MASK
-
-NEVER = 1 << 40  # a step that no speech reaches
 
 
 class DelayState(State):
