@@ -268,11 +268,11 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
 
     def forget_audio(self) -> None:
-        """Drop the audio after it was read. Otherwise it stays in memory until the answer ends."""
+        """Empty the audio after it was read. Otherwise it stays in memory until the answer ends."""
         if self.ref_audio is not None:
             self.ref_audio = ""
         for item in self.references or ():
-            item.audio = item.ref_audio = item.audio_path = None
+            item.audio, item.ref_audio, item.audio_path = "", None, None
 
     def for_engine(self) -> protocol.Request:
         """Return the request with a seed. The voice and the references are missing: voice_choice.py chooses

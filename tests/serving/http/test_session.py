@@ -212,6 +212,17 @@ def test_a_recording_is_used_for_all_sentences(server):
     assert [message.references[0].transcript for message in messages] == ["Hm.", "Hm."]
 
 
+def test_a_session_may_have_references_and_pronunciations(server):
+    with session(server) as client:
+        audio = base64.b64encode(recording()).decode()
+        words = [{"term": "twice", "say": "two times"}]
+        references = [{"audio": audio, "text": "Hm."}]
+        client.configure(model="chance", voice=None, references=references, pronunciations=words)
+        client.say("frames 1 twice.")
+        client.heard()
+    assert last_asked(server)[0]["text"] == "frames 1 two times."
+
+
 @pytest.mark.parametrize("name", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
 def test_every_format_gives_one_file_at_its_stated_rate(server, name):
     with session(server) as client:
