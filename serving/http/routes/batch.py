@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from litestar import post
@@ -25,6 +25,7 @@ from serving.http.references import LoadedVoice
 from serving.http.requests import ForgetfulRequest, check, drop_foreign, is_default, options_of, request_of
 from serving.http.schemas import SpeechBatch, SpeechRequest
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
+from serving.http.socket import ended
 from serving.http.voice_choice import VoiceChoice
 from serving.http.whole_file import WholeFile
 from serving.protocol import Speak
@@ -82,14 +83,13 @@ class Batch:
         self.findings.clear()  # its keys hold the recordings as the client sent them
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.result(index, item)) for index, item in enumerate(prepared)]
+                tasks = [group.create_task(self.result(item)) for item in prepared]
             return [task.result() for task in tasks]
         finally:
-            for finding in findings:
-                finding.cancel()
+            await ended(*findings)
 
-    def prepared(self, index: int, fields: dict[str, Any]) -> Item | bytes:
-        """Return an item that is ready to be spoken, or the JSON of its error."""
+    def prepared(self, index: int, fields: dict[str, Any]) -> Prepared | bytes:
+        """Return an item that has passed its checks, or the JSON of its error."""
         model_id = ""
         try:
             fields = translated(fields, is_strict=self.server.names.is_strict)
@@ -102,10 +102,11 @@ class Batch:
             voice = self.server.chosen_voice(request, model)
             if request.service_tier == "auto":
                 request.service_tier = "flex"  # a batch has no listeners
+            checked = WholeFile(self.server, request, options, model, voice)  # refuses a wrong rate
+            admit(checked.num_chars)
             finding = self.finding(voice, request, model)
-            item = Item(self.server, request, options, model, voice, warnings, finding)
-            admit(item.num_chars)
-            return item
+            make = partial(Item, self.server, request, options, model, voice, warnings, finding)
+            return Prepared(index, model.id, make)
         except (HTTPException, Away) as error:
             return self.failed(index, model_id, error)
 
@@ -117,18 +118,17 @@ class Batch:
             self.findings[key] = asyncio.create_task(self.when_there_is_room(find))
         return self.findings[key]
 
-    async def result(self, index: int, item: Item | bytes) -> bytes:
+    async def result(self, item: Prepared | bytes) -> bytes:
         """Return the JSON of an item's result."""
         if isinstance(item, bytes):
             return item
         try:
-            file = await self.when_there_is_room(item.spoken)
-            result = msgspec.json.encode(item.result(index, file))
+            result = msgspec.json.encode(await self.when_there_is_room(item.result))
             self.memory.resize(self.memory.num + len(result))
             self.last_end_s = time.monotonic()
             return result
         except (HTTPException, Away) as error:
-            return self.failed(index, item.model.id, error)
+            return self.failed(item.index, item.model_id, error)
 
     def failed(self, index: int, model_id: str, error: HTTPException | Away) -> bytes:
         """Log and count an item that failed, and return the JSON of its result."""
@@ -151,8 +151,21 @@ class Batch:
             await asyncio.sleep(RETRY_S)
 
 
+class Prepared(NamedTuple):
+    """An item that has passed its checks. make: returns it anew, because an answer can be made only once."""
+
+    index: int
+    model_id: str
+    make: Callable[[], Item]
+
+    async def result(self) -> BatchResult:
+        """Speak the item. Raises the refusal, Away."""
+        item = self.make()
+        return item.result(self.index, await item.spoken())
+
+
 class Item(WholeFile):
-    """One item of a batch. finding: finds its voice."""
+    """One try to speak an item of a batch. finding: finds its voice."""
 
     def __init__(
         self,

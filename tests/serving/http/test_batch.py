@@ -1,5 +1,6 @@
 """The route POST /v1/audio/speech/batch: several requests, each with its own file or error."""
 
+import asyncio
 import base64
 import gc
 import io
@@ -16,8 +17,10 @@ from http_server import Server, error, until
 from uploads import recording, upload
 
 from serving.http.decoders import Decoders
+from serving.http.errors import refusal
 from serving.http.routes import batch
 from serving.http.schemas import MAX_BATCH
+from serving.http.speech import Speech
 from serving.http.voices import Voices
 from serving.settings import Limits
 
@@ -146,6 +149,54 @@ def test_items_wait_while_the_engine_is_full(server, monkeypatch):
     monkeypatch.setattr(FakeEngine, "speak", busy)
     [result] = ask(server, {"input": "frames 2"})
     assert said(result) == frame(0) + frame(1)
+
+
+def test_an_item_that_waited_is_spoken_as_if_it_were_new(server, monkeypatch):
+    """It has its terms replaced once, and the audio of its last try alone."""
+    monkeypatch.setattr(batch, "RETRY_S", 0.01)
+    take_audio, has_room = Speech.take_audio, iter([True, False])
+
+    async def take(self, pcm, send):
+        await take_audio(self, pcm, send)
+        if not next(has_room, True):
+            raise refusal(503, "there is no memory", code="server_busy")
+
+    monkeypatch.setattr(Speech, "take_audio", take)
+    voice = {"audio": base64.b64encode(recording()).decode(), "text": "Hm."}
+    words = [{"term": "US", "say": "the US"}]
+    item = {"input": "frames 3 in the US", "pronunciations": words, "references": [voice]}
+    [result] = ask(server, item, model="cloner")
+    assert said(result) == b"".join(map(frame, range(3)))
+    assert next(reversed(server.engine.asked.values()))["text"] == "frames 3 in the the US"
+
+
+def test_each_try_of_an_item_waits_for_its_first_audio(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "RETRY_S", 0.01)
+    monkeypatch.setattr(batch, "PATIENCE_S", 2)
+    speak, said_first = FakeEngine.speak, iter([["queued"]])
+
+    async def busy(self, writer, id, words):
+        await asyncio.sleep(0.05)
+        await speak(self, writer, id, next(said_first, words))
+
+    monkeypatch.setattr(FakeEngine, "speak", busy)
+    with Server(tmp_path, limits=Limits(flex_wait_s=0.5)) as server:
+        [result] = ask(server, {"input": "frames 1"})
+        assert said(result) == frame(0) and len(server.engine.asked) == 2
+
+
+def test_the_recording_of_a_refused_item_is_not_decoded(server, monkeypatch):
+    decoded, decode_now = [], Decoders.decode
+
+    async def counted(self, data, max_s):
+        decoded.append(data)
+        return await decode_now(self, data, max_s)
+
+    monkeypatch.setattr(Decoders, "decode", counted)
+    audio = base64.b64encode(recording()).decode()
+    wrong = {"response_format": "opus", "sample_rate": 11025, "model": "cloner", "ref_audio": audio}
+    results = ask(server, {"input": "frames 1", **wrong}, {"input": "tone 25"})
+    assert results[0]["error"]["param"] == "sample_rate" and said(results[1]) and not decoded
 
 
 def test_items_that_never_fit_fail_together(server, monkeypatch):
