@@ -152,7 +152,8 @@ class Speech:
                 try:
                     goes_on = await self.take(message, send)
                 except AlignerFailed as error:
-                    await self.fail(protocol.Failed(self.id, str(error), 503, "aligner_failed"), send)
+                    failed = protocol.Failed(self.id, str(error), 503, "aligner_failed")
+                    await self.fail(self.failure(failed), send)
                     break
                 if not goes_on:
                     break
@@ -229,11 +230,12 @@ class Speech:
             case protocol.Finished(replicas=replicas):
                 self.replicas = replicas
                 await self.finish(message, send)
-            case protocol.Rejected():
-                raise self.refused(message)
+            case protocol.Rejected():  # a model on demand has told of its loading before
+                error = self.refused(message)
+                await self.fail(error, send, outcome_of(error))
             case protocol.Failed(replicas=replicas):
                 self.replicas = replicas
-                await self.fail(message, send)
+                await self.fail(self.failure(message), send)
         await self.send_words(send)
         return isinstance(message, protocol.Loading | protocol.Audio | protocol.Text | protocol.Spoken)
 
@@ -320,14 +322,15 @@ class Speech:
             return "text/event-stream; charset=utf-8"
         return encode.FORMATS[self.request.response_format].media_type
 
-    async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so
-        that uvicorn cuts the connection; events end with an `error` event instead."""
+    async def fail(self, error: HTTPException, send: Send, outcome: str = "failed") -> None:
+        """Raise an error if nothing was sent. Otherwise log it and leave the body incomplete, so that uvicorn
+        cuts the connection; events end with an `error` event instead."""
         if not self.is_started:
-            raise self.failure(failed)
-        self.ended("no_audio" if failed.code == "no_audio" else "failed", 200, error=failed.message)
+            raise error
+        found = error_of(error)
+        self.ended("no_audio" if found.code == "no_audio" else outcome, 200, error=found.message)
         if self.is_sse:
-            await body(send, event(AudioError(error_of(self.failure(failed)))), more=False)
+            await body(send, event(AudioError(found)), more=False)
 
     def failure(self, failed: protocol.Failed) -> HTTPException:
         """Return an engine failure as an error answer."""
@@ -444,9 +447,9 @@ class PartOfSession(Speech):
     async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
         """A subclass may have an event for it."""
 
-    async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        self.is_started = False  # so that it raises: a session has no HTTP body to cut off
-        await super().fail(failed, send)
+    async def fail(self, error: HTTPException, send: Send, outcome: str = "failed") -> None:
+        """Raise the error: a session has no HTTP body to cut off."""
+        raise error
 
     async def speak(self, send: Send) -> protocol.Finished:
         """Run the request to its end. Raises the refusal, Away."""

@@ -4,9 +4,9 @@ import json
 
 import msgspec
 import pytest
-from fake_engine import ANSWERER, MODEL, frame
+from fake_engine import ANSWERER, MODEL, FakeEngine, frame
 from http_server import Server, until
-from metrics import samples
+from metrics import outcomes, samples
 from sessions import spoken
 
 from serving import protocol
@@ -78,6 +78,22 @@ def test_a_stream_of_events_says_how_far_the_model_is(server):
         ("fake", *each) for each in LOADING
     ]
     assert [event["type"] for event in events[2:]] == ["speech.audio.delta"] * 2 + ["speech.audio.done"]
+
+
+def test_events_of_a_model_that_is_not_loaded_in_time_end_with_the_error(server, monkeypatch):
+    speak = FakeEngine.speak
+
+    async def refuse(self, writer, id, words):
+        writer.write(protocol.pack(protocol.Loading(id, protocol.ModelState("loading", 0.0))))
+        await speak(self, writer, id, ["full"])
+
+    monkeypatch.setattr(FakeEngine, "speak", refuse)
+    before = outcomes(server).get("unavailable", 0)
+    answer = server.speak("frames 1", stream_format="sse")
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert [event["type"] for event in events] == ["speech.model.loading", "error"]
+    assert events[-1]["error"]["code"] == "engine_full"
+    assert outcomes(server)["unavailable"] == before + 1
 
 
 def test_an_answer_in_audio_waits_and_is_the_same(server):
