@@ -75,4 +75,7 @@ def _multiply(fields: dict[str, Any], rate: object, param: str) -> None:
     if speed is None:
         speed = 1.0
     if isinstance(speed, int | float):
-        fields["speed"] = speed * rate
+        try:
+            fields["speed"] = speed * rate
+        except OverflowError:  # an integer that no float can hold
+            raise refusal(400, "the rate times the speed is too large", param) from None

@@ -65,6 +65,17 @@ def test_a_wrong_voice_alias_is_refused(server, aliases):
     assert error(server.speak("frames 1", voice="a", voice_aliases=aliases), 400)["param"] == "voice_aliases"
 
 
+def test_a_rate_or_speed_that_no_float_holds_is_refused(server):
+    aliases = {"a": {"voice": "ryan", "rate": 10**400}}
+    asked = {"input": "frames 1", "voice": "a", "voice_aliases": aliases}
+    fault = error(server.speak("frames 1", voice="a", voice_aliases=aliases), 400)
+    assert fault["param"] == "voice_aliases" and "too large" in fault["message"]
+    tagged = error(server.speak("[rate:0.5] frames 1", speed=10**400, allow_voice_tags=True), 400)
+    assert tagged["param"] == "input"
+    items = server.http.post("/v1/audio/speech/batch", json={"items": [asked, {"input": "frames 1"}]})
+    assert [each["error"] is None for each in items.json()["data"]] == [False, True]
+
+
 def test_a_rate_in_front_of_the_text_is_a_speed(server):
     assert server.speak("[rate:0.5] frames 1", allow_voice_tags=True).status_code == 200
     message = asked_last(server)
