@@ -27,11 +27,14 @@ from serving.http.works import schemas as works
 
 AWAY_RETRY_S = 1
 SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
+GENERATE = "/generate"
 # routes whose requests are counted and logged
-ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, *elevenlabs.PATHS)
+ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, GENERATE, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
-GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name
+# Litestar's complaints
+GIVEN_TWICE = "Unsupported type: <class 'list'>"  # two files with one name
+NO_FORM, NO_BOUNDARY = "Invalid multipart/form-data", "multipart boundary missing in Content-Type"
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
@@ -92,19 +95,17 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             error = refusal(LEFT, "the client disconnected before its request was complete")
         case Away():
             error = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
+        case ClientException() if error.detail in (NO_FORM, NO_BOUNDARY):
+            fields = f" with the fields {', '.join(FIELDS[path])}" if path in FIELDS else ""
+            error = refusal(
+                400, f"the body must be a form (multipart/form-data){fields}", code="invalid_form"
+            )
         case ValidationException():
             error = explain(error, FIELDS[path])
         case ClientException(__cause__=SerializationException()):
             error = refusal(400, f"the body is not valid JSON: {error.detail}", code="invalid_json")
         case RecursionError(args=("maximum recursion depth exceeded while deserializing an object",)):
             error = refusal(400, "the body is nested too deeply", code="invalid_json")
-        case ClientException(detail="Invalid multipart/form-data"):
-            names = ", ".join(FIELDS[path])
-            error = refusal(
-                400,
-                f"the body must be a form (multipart/form-data) with the fields {names}",
-                code="invalid_form",
-            )
         case HTTPException(status_code=400, detail="Request Entity Too Large"):
             error = refusal(400, "the form has too many parts", code="invalid_form")
         # Text that is not UTF-8, or names an unknown charset.

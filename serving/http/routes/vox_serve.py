@@ -14,14 +14,13 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.response import Stream
 from litestar.types import ASGIApp
 
-from serving.http.errors import refusal, uncapitalized
+from serving.http.errors import GENERATE, refusal, uncapitalized
 from serving.http.prepare import prepared
 from serving.http.requests import request_of
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
 from serving.http.text_streams import TextStreams
 
-GENERATE = "/generate"
 RATE_HZ = 24_000  # which VoxServe's clients assume
 RESPONSES = {
     200: ResponseSpec(bytes, description="a WAV file", media_type="audio/wav", generate_examples=False),

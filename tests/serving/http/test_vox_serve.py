@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fake_engine import CLONER, MODEL
 from http_server import Server, error, until
+from metrics import outcomes
 from uploads import recording
 
 from serving.http import text_streams
@@ -82,6 +83,20 @@ def test_wrong_forms_get_one_clear_error(server):
         error(server.http.post("/generate", data={"text": "a", "speaker": "carl"}), 400)["param"] == "voice"
     )
     assert error(server.http.post("/generate", json={"text": "a"}), 400)["code"] == "invalid_form"
+
+
+@pytest.mark.parametrize("path", ["/generate", START, "/generate/stream/req_none/text"])
+@pytest.mark.parametrize("boundary", ["", "; boundary=x"])
+def test_a_malformed_form_is_refused(server, path, boundary):
+    headers = {"content-type": f"multipart/form-data{boundary}"}
+    answer = server.http.post(path, content=b"--x\r\n", headers=headers)
+    assert error(answer, 400)["code"] == "invalid_form"
+
+
+def test_a_form_that_the_full_engine_refuses_is_counted(server):
+    before = outcomes(server).get("unavailable", 0)
+    assert error(server.http.post("/generate", data={"text": "full"}), 503)["code"] == "engine_full"
+    assert outcomes(server)["unavailable"] == before + 1
 
 
 def test_text_is_spoken_while_it_arrives(server):
