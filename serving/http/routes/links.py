@@ -22,6 +22,7 @@ from serving.http.links import (
     options_from_text,
 )
 from serving.http.prepare import RESPONSES, prepared
+from serving.http.quota import remember_client
 from serving.http.requests import ForgetfulRequest, request_of
 from serving.http.schemas import URLRequest
 from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server, check_api_key, given_key
@@ -31,6 +32,7 @@ from serving.http.speech import Speech
 async def check_link(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Check the signature of a URL or, without one, the API key in a header. A server without a key wants the
     signature too: a page of another site can send this request. Raises the refusal."""
+    remember_client(connection.scope)
     server: Server = connection.app.state.server
     links: Links = connection.app.state.links
     if server.keys and given_key(connection.headers) is not None:

@@ -8,6 +8,8 @@ from fake_engine import CLONER, MODEL
 from http_server import Server, error
 
 from serving.http.links import MAX_URL_CHARS, Links
+from serving.http.quota import client_address
+from serving.http.speech import Speech
 
 KEY = {"authorization": "Bearer sk-a"}
 ASK = {"input": "frames 3 größe & co", "voice": "ryan", "response_format": "pcm", "seed": 5, "cfg_scale": 1.5}
@@ -51,6 +53,18 @@ def test_a_signed_url_speaks_without_a_header(server):
     assert (said["text"], said["voice"], said["seed"]) == (ASK["input"], "ryan", 5)
     assert said["options"] == {"cfg_scale": 1.5}
     assert answer.content == server.http.post("/v1/audio/speech", json=ASK, headers=KEY).content
+
+
+def test_the_memory_of_a_url_is_charged_to_its_client(server, monkeypatch):
+    charged, ask = [], Speech.ask
+
+    async def noted(self, send):
+        charged.append(client_address.get())
+        await ask(self, send)
+
+    monkeypatch.setattr(Speech, "ask", noted)
+    assert server.http.get(signed(server)).status_code == 200
+    assert charged == ["127.0.0.1"]
 
 
 def test_booleans_numbers_and_events_survive_the_url(server):
