@@ -47,7 +47,8 @@ class Links:
         """Return the URL of a request. key: the name of the API key that its use counts for. Raises the
         refusal."""
         expires_at = int(self._now_s()) + expires_in_s
-        query = [(name, as_text(value)) for name, value in sorted(fields.items())]
+        given = {name: value for name, value in fields.items() if value is not None}  # null is the default
+        query = [(name, as_text(value)) for name, value in sorted(given.items())]
         query += [(EXPIRES, str(expires_at))] + ([] if key is None else [(KEY, key)])
         url = f"{SPEECH}?{urlencode([*query, (SIGNATURE, self._signature(query))])}"
         if len(url) > MAX_URL_CHARS:

@@ -74,6 +74,11 @@ def test_booleans_numbers_and_events_survive_the_url(server):
     assert list(server.engine.messages.values())[-1].listener.speed == 1.5
 
 
+def test_options_that_are_null_are_not_in_the_url(server):
+    url = signed(server, cfg_scale=None)
+    assert "cfg_scale" not in url and server.http.get(url).status_code == 200
+
+
 @pytest.mark.parametrize("change", ["input", "expires", "key", "signature", "more", "nothing"])
 def test_every_change_of_a_url_is_refused(server, change):
     path, _, query = signed(server).partition("?")
