@@ -251,20 +251,25 @@ class Session:
     async def _interrupt(self, played_s: float | None, number: int | None) -> None:
         """Cancel all utterances, and report later which words of one were heard. Raises the refusal."""
         cut = self.queue[0] if self.queue and self.queue[0].words is not None else None
-        possible = [each for each, _ in self.over] + ([] if cut is None else [cut.number])
-        if number is not None and number not in possible:
-            known = ", ".join(map(str, possible)) or "none"
+        words = dict(self.over)  # before `_cancel`, which may push the oldest out
+        if cut is not None:
+            words[cut.number] = cut.found  # grows once it is cut off
+        if number is not None and number not in words:
+            known = ", ".join(map(str, words)) or "none"
             message = f"utterance {number} has no word times here; these have some: {known}"
             raise refusal(400, message, "utterance")
         self.cut = cut
         await self._cancel()
         self.cut = None
-        if possible:
-            listing = asyncio.create_task(self._list_heard(cut, number or possible[-1], played_s))
+        if words:
+            number = number or list(words)[-1]
+            listing = asyncio.create_task(self._list_heard(cut, number, words[number], played_s))
             self.listing.add(listing)
             listing.add_done_callback(self.listing.discard)
 
-    async def _list_heard(self, cut: Utterance | None, number: int, played_s: float | None) -> None:
+    async def _list_heard(
+        self, cut: Utterance | None, number: int, words: list[Word], played_s: float | None
+    ) -> None:
         """Report which words of an utterance were heard, once those of the one that was cut off are known."""
         try:
             if cut is not None:
@@ -275,7 +280,7 @@ class Session:
         finally:
             if cut is not None:
                 cut.close()
-        await self._tell(heard(number, dict(self.over)[number], played_s))
+        await self._tell(heard(number, words, played_s))
 
     def _keep(self, utterance: Utterance) -> None:
         """Keep the words of an utterance that is over: the client may still play it."""

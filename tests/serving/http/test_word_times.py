@@ -10,6 +10,7 @@ from http_server import Server, error, until
 from sessions import PATH, spoken
 from websockets.sync.client import connect
 
+from serving.http import session
 from serving.settings import Limits
 
 
@@ -212,6 +213,20 @@ def test_what_was_heard_of_an_utterance_that_is_over_can_be_asked(server):
         socket.send(json.dumps({"type": "input.cancel", "utterance": 7}))
         fault = events_until(socket, "error")[-1]["error"]
         assert fault["param"] == "utterance" and "these have some: 1" in fault["message"]
+
+
+def test_the_words_of_the_oldest_utterance_are_there_when_it_is_asked_for(server, monkeypatch):
+    """Cancelling keeps the words of another one, so those of the oldest are dropped."""
+    monkeypatch.setattr(session, "MAX_QUEUED", 1)
+    with talking(server, "frames 1 first.", 200) as socket:
+        events_until(socket, "audio.done")
+        for text in ("frames 1 second.", "hold 1 third."):
+            socket.send(json.dumps({"type": "input.text", "text": text}))
+            socket.send(json.dumps({"type": "input.done"}))
+            events_until(socket, "audio.done" if "second" in text else "audio.start")
+        socket.send(json.dumps({"type": "input.cancel", "utterance": 1}))
+        told = events_until(socket, "audio.heard")
+    assert told[-1]["utterance"] == 1 and told[-1]["text"] == "frames 1 first."
 
 
 def test_a_new_utterance_that_cancels_tells_it_too(server):
