@@ -102,6 +102,10 @@ class Listener(uvicorn.Server):
                 connection.end()
 
 
+class HeadTooLarge(Exception):
+    """Stops the parser before the request begins."""
+
+
 class Connection(HttpToolsProtocol):
     """An HTTP connection with limits that uvicorn lacks: on the size of a request without its body, and on
     the times to send a request and to read the answer.
@@ -131,18 +135,25 @@ class Connection(HttpToolsProtocol):
         self.num_bytes += len(data)
         super().data_received(data)
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
-            self._refuse(
-                431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_large"
-            )
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.num_bytes = self.num_body_bytes = 0
 
     def on_headers_complete(self) -> None:
+        """Raise HeadTooLarge for a head that came too large in one read, which `num_bytes` does not count."""
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refuse_head()
+            raise HeadTooLarge
         self.is_reading_body = True
         self._expect(BODY_S)
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser could not read, unless it was refused already."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def on_body(self, body: bytes) -> None:
         self.num_body_bytes += len(body)
@@ -174,6 +185,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the body did not arrive within {within_s:g} s", "too_slow")
         elif not self.is_answering:  # bytes that arrive during an answer are not a request yet
             self._refuse(408, f"the request did not arrive within {within_s:g} s", "too_slow")
+
+    def _refuse_head(self) -> None:
+        self._refuse(
+            431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_large"
+        )
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Close the connection, with an error as the answer if none has begun."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from fake_engine import READY, frame
 from http_server import Server, error, until
 
 from serving import protocol
+from serving.http import listener
 from serving.settings import Limits
 
 
@@ -328,3 +330,13 @@ def test_a_shutdown_lets_a_stream_finish_within_the_grace_period(mortal):
         mortal.uvicorn.should_exit = True
         mortal.loop.call_soon_threadsafe(mortal.loop.call_later, 0.2, mortal.engine.go.set)
         assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
+
+
+@pytest.mark.parametrize("upgrade", ["", "connection: upgrade\r\nupgrade: websocket\r\n"])
+def test_a_head_that_comes_in_one_read_has_the_size_limit_too(server, monkeypatch, upgrade):
+    monkeypatch.setattr(listener, "MAX_HEAD_BYTES", 4096)
+    for num_bytes, is_possible in ((3000, True), (5000, False)):
+        with socket.create_connection(server.listener.getsockname(), timeout=5) as client:
+            head = f"GET /health HTTP/1.1\r\nhost: x\r\n{upgrade}x-long: {'y' * num_bytes}\r\n\r\n"
+            client.sendall(head.encode())
+            assert client.recv(1000).startswith(b"HTTP/1.1 431 ") != is_possible
