@@ -22,7 +22,7 @@ from serving import protocol
 from serving.aligner.client import AlignerFailed
 from serving.audio import encode
 from serving.audio.playback import Playback
-from serving.engine_client import Inbox
+from serving.engine_client import Away, Inbox
 from serving.http.bodies import read_beside
 from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, outcome_of, refusal, wrong
@@ -460,6 +460,9 @@ class PartOfSession(Speech):
             raise
         except HTTPException as error:
             self.server.metrics.ended(self.model.id, outcome_of(error))
+            raise
+        except Away:
+            self.server.metrics.ended(self.model.id, "unavailable")
             raise
         assert self.finished is not None, "the answer neither finished nor failed"
         return self.finished

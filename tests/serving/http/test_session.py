@@ -13,6 +13,7 @@ import pytest
 from audio_files import decoded
 from fake_engine import CLONER, FEEDER, MODEL, RATE_HZ, frame
 from http_server import Server, until
+from metrics import outcomes
 from sessions import CHANCE, frames, last_asked, session
 from uploads import recording
 
@@ -474,6 +475,7 @@ def test_the_session_survives_an_engine_crash(tmp_path):
         assert client.error(1)["code"] == "engine_stopped"
         client.say("frames 1 of nothing.")
         assert client.error(2)["code"] == "engine_not_ready"
+        assert outcomes(server)["unavailable"] == 2
         server.start_engine()
         client.say("frames 1 of more.")
         assert client.heard()[1] == frame(0)
