@@ -35,6 +35,7 @@ from serving.http.voice_choice import VoiceChoice
 PCM_HZ = 24_000  # pcm16 does not carry its rate, and OpenAI's clients assume this one
 NO_CHOICE = VoiceChoice(None, False, (), "audio", None, None)  # a model that answers has one voice
 LEAST_S = 0.01  # of a clip
+TOOL_TEXTS = 4  # all tools together may be as long as so many texts
 ROLES = {"developer": "system"}
 FIELD = {
     "turns": "messages",
@@ -143,16 +144,25 @@ class Chat(Speech):
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""
         messages, self.messages = self.messages or [], None
+        schemas = self._schemas()
         message = self.speak_message(await self.server.references.find(self.voice, self.request, self.model))
         if not self.wants_audio and "text" in self.model.outputs:
             message.request.output = "text"
         for i, one in enumerate(messages):
             message.turns.append(await self._turn(i, one))
         if self.tools:
-            schemas = json.dumps(msgspec.to_builtins(self.tools), ensure_ascii=False)
             message.turns.insert(message.turns[0].role == "system", protocol.Turn("tools", schemas))
         check_clips(message, "messages")
         return message
+
+    def _schemas(self) -> str:
+        """Return the tools as the model reads them. Raises the refusal."""
+        schemas = json.dumps(msgspec.to_builtins(self.tools), ensure_ascii=False)
+        most = TOOL_TEXTS * self.server.limits.text_chars
+        if len(schemas) > most:
+            message = f"tools have {len(schemas)} characters of JSON; this server takes up to {most}"
+            raise refusal(400, message, "tools")
+        return schemas
 
     async def _turn(self, i: int, message: ChatMessage) -> protocol.Turn:
         """Return a turn. Raises the refusal."""

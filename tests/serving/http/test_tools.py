@@ -12,6 +12,7 @@ from serving.settings import Limits
 CALL = written("add", '{"a": 1}')
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SCHEMAS = '[{"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}]'
+LARGE = [{"type": "function", "function": {"name": "add", "description": "a" * 4 * Limits().text_chars}}]
 ASK = {"role": "user", "content": "call 0"}
 AUDIO = {"modalities": ["text", "audio"]}
 
@@ -97,6 +98,7 @@ def test_a_result_is_a_turn(client, server):
         ([ASK, {"role": "tool", "tool_call_id": "a", "content": "1"}], {"model": "answerer"}, "tools"),
         ([{**ASK, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "a", "arguments": ""}}]}], {}, "messages"),
         ([ASK], {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ([ASK], {"tools": LARGE}, "tools"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(client, messages, fields, param):
