@@ -16,7 +16,7 @@ from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
 from serving.http.foreign import translated
 from serving.http.objects import ErrorBody
-from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, WRONG, Server
+from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.works.schemas import WORKS, WorkDeleted, WorkList, WorkObject, WorkUpload
 from serving.http.works.works import Works, options_in
 
@@ -41,7 +41,7 @@ async def list_works(works: Works) -> WorkList:
 @post(
     WORKS,
     status_code=200,
-    responses={400: WRONG, 404: UNKNOWN, 413: TOO_LARGE, 507: NO_ROOM, **LIMITED, **REFUSALS},
+    responses={400: WRONG, 404: UNKNOWN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS},
 )
 async def add_work(
     data: Annotated[WorkUpload, Body(media_type=RequestEncodingType.MULTI_PART)],
