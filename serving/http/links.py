@@ -31,7 +31,7 @@ Query = Sequence[tuple[str, str]]
 
 
 class SignedURL(msgspec.Struct):
-    """A URL, as a path on this server, and when it ends to work, in seconds since 1970."""
+    """A URL, as a path on this server, and when it stops working, in seconds since 1970."""
 
     url: str
     expires_at: int

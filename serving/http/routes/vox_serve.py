@@ -145,7 +145,7 @@ async def hear_stream(stream_id: str, streams: TextStreams) -> Stream:
     """Return the audio of a stream as it is generated: a WAV file at 24 kHz."""
     stream = streams.find(stream_id)
     if stream.is_heard:
-        raise refusal(409, "this stream is heard already", code="stream_heard")
+        raise refusal(409, "another client is already reading this stream", code="stream_heard")
     audio = streams.heard(stream)
     first = await anext(audio, b"")  # an error before it is a normal answer
     return Stream(joined(first, audio), media_type="audio/wav", headers={"cache-control": "no-store"})

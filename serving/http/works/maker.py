@@ -26,7 +26,8 @@ from serving.http.works.store import Work, fields_at
 PART_CHARS = 800  # about 50 s of speech: little is lost, and little memory is taken
 AT_ONCE = 4  # parts
 RETRY_S, MAX_RETRY_S = 1.0, 60.0  # while the server is busy, or a key's rate or quota is used up
-MAX_STOPS = 2  # after so many ends of the engine, the part that it worked on is taken for the reason
+# If the engine stops this many times on one part, that part is blamed and the work fails.
+MAX_STOPS = 2
 # Fields of a speech request that a work decides itself.
 DECIDED: dict[str, Any] = {
     "stream": False,  # so that equal requests give equal bytes
