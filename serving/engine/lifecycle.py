@@ -201,16 +201,18 @@ class Lifecycle:
         """End the requests in line that would now be heard much later than the limit."""
         for queued, full in self.intake.late():
             job = self.intake.known.get(queued.id)
-            if job is None and queued.is_made:
-                continue  # its job comes with the next news
+            with self.inbox.lock:
+                # Meanwhile its client may have left, or its prompt is built, and its job comes with the next news.
+                is_in_line = queued.model.queue.requests.get(queued.id) is queued
+                if not is_in_line or (job is None and queued.is_made):
+                    continue
+                self.intake.leave(queued)
             queued.model.counters.num_refused += 1
             last = Failed(str(full), code="engine_full", retry_after_s=full.retry_after_s)
-            if job is not None:
+            if job is None:
+                queued.deliver(last)
+            else:
                 self._release(job, last)
-                continue
-            with self.inbox.lock:
-                self.intake.leave(queued)
-            queued.deliver(last)
 
     def end_failing(self) -> None:
         """End the requests whose launches have failed."""

@@ -4,6 +4,8 @@ load. All on a virtual clock."""
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine.engine import Failed, Finished, Full, QueuedRequest
+from serving.engine.engine import Event, Failed, Finished, Full, QueuedRequest
+from serving.engine.intake import too_late
 from serving.engine.schedule.admission import (
     Correction,
     Costs,
@@ -311,6 +314,48 @@ def test_a_request_that_would_be_heard_far_too_late_by_now_is_refused(is_made):
     assert all(one.ttfa_s <= 1.2 * LATE_FACTOR * 10.0 for one in first if isinstance(one.end, Finished))
     assert simulation.model.counters.num_refused == len(refused)
     assert simulation.engine.num_requests == sum(one.end is None for one in later)
+
+
+class LateLock(threading.Condition):
+    """A lock that another thread takes first, for `meanwhile`."""
+
+    def __init__(self, meanwhile: Callable[[], None]):
+        super().__init__()
+        self.meanwhile = [meanwhile]
+
+    def __enter__(self) -> bool:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return super().__enter__()
+
+
+def refused_late(meanwhile: Callable[[Simulation, QueuedRequest], None]) -> tuple[Simulation, list[Event]]:
+    """Refuse a waiting request, and call `meanwhile` just before. Return what was delivered to it."""
+    simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 10.0})
+    engine = simulation.engine
+    events: list[Event] = []
+    queued = engine.accept("late", events.append, text_bytes=60, reference_bytes=1000)
+    engine.intake.late = lambda: [(queued, too_late(60.0, 10.0))]
+    engine.inbox.lock = LateLock(partial(meanwhile, simulation, queued))
+    engine.lifecycle.refuse_late()
+    engine.intake.late = list
+    simulation.run([])
+    return simulation, events
+
+
+def test_a_request_whose_prompt_is_built_before_it_is_refused_is_spoken():
+    def prepare(simulation: Simulation, queued: QueuedRequest) -> None:
+        simulation.engine.prepare(queued, lambda: Request(text="x" * 60, seed=1))
+
+    simulation, events = refused_late(prepare)
+    assert [type(event) for event in events if isinstance(event, Finished | Failed)] == [Finished]
+    assert simulation.model.counters.num_refused == 0
+
+
+def test_a_request_that_is_cancelled_before_it_is_refused_leaves_once():
+    simulation, [event] = refused_late(lambda simulation, queued: simulation.engine.cancel(queued.id))
+    assert event == Finished("cancelled", 0, {})
+    assert simulation.engine.intake.reference_bytes == 0
 
 
 def test_the_first_clone_says_how_long_the_next_one_takes():
