@@ -25,7 +25,14 @@ from zoo.request import RequestError
 from zoo.text.open_text import OpenText
 
 # By a failure's code. 422: the request was understood, and asking for it again would end the same way.
-STATUS = {"no_audio": 422, "engine_stopped": 503, "engine_full": 503, "out_of_memory": 503, "stalled": 408}
+STATUS = {
+    "cannot_continue": 400,
+    "no_audio": 422,
+    "engine_stopped": 503,
+    "engine_full": 503,
+    "out_of_memory": 503,
+    "stalled": 408,
+}
 PROMPT_THREADS = 2
 STATS_S = 1.0  # from one report of figures to the next
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from serving.protocol import Answer
 
-NOT_FINITE, OUT_OF_MEMORY = "not_finite", "out_of_memory"  # codes of failures
+# Codes of failures. CANNOT_CONTINUE: the client's text has no room, which shows only once the request runs.
+NOT_FINITE, OUT_OF_MEMORY, CANNOT_CONTINUE = "not_finite", "out_of_memory", "cannot_continue"
 
 
 @dataclass(frozen=True)

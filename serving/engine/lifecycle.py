@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from serving.engine.composer import Composer
-from serving.engine.events import NOT_FINITE, OUT_OF_MEMORY, Event, Failed, Finished
+from serving.engine.events import CANNOT_CONTINUE, NOT_FINITE, OUT_OF_MEMORY, Event, Failed, Finished
 from serving.engine.intake import Intake
 from serving.engine.job import Job, QueuedRequest
 from serving.engine.memory.paging import Paging
@@ -102,7 +102,7 @@ class Lifecycle:
         try:
             job.model.feed(job, tokens, is_last)
         except RequestError as error:
-            self._release(job, Failed(str(error)))
+            self._release(job, Failed(str(error), code=CANNOT_CONTINUE))
 
     # slots
 
@@ -170,10 +170,11 @@ class Lifecycle:
         error = composed.exception()
         if isinstance(error, torch.OutOfMemoryError):
             return self.fail(job, OUT_OF_MEMORY)
+        if isinstance(error, RequestError):
+            return self._release(job, Failed(str(error), code=CANNOT_CONTINUE))
         if error is not None:
-            if not isinstance(error, RequestError):
-                log.error("unexpected", id=job.id, exc_info=error)
-            return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
+            log.error("unexpected", id=job.id, exc_info=error)
+            return self._release(job, Failed(INTERNAL))
         prompt = composed.result()
         if prompt is None:
             return self._end(job)

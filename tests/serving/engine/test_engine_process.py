@@ -344,6 +344,14 @@ def test_an_engine_that_stops_fails_its_requests(bridge, engine, peer):
     assert peer.next() == protocol.Failed("r", "the engine stopped", 503, "engine_stopped")
 
 
+def test_text_without_room_is_the_client_s_mistake(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
+    until(lambda: "r" in engine.deliver)
+    engine.deliver["r"](Failed("at most 64 are possible", code="cannot_continue"))
+    assert peer.next() == protocol.Failed("r", "at most 64 are possible", 400, "cannot_continue")
+
+
 def test_what_a_model_takes_is_described():
     spec = family("qwen3_tts", size="tiny-base").spec
     info = describe("m", spec)

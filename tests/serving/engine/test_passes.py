@@ -206,7 +206,8 @@ def test_a_next_pass_that_cannot_be_made_ends_the_answer_as_a_failure(monkeypatc
     room, listener = engine(GridToy()), Listener()
     room.speak("request", asked(), listener)
     run(room)
-    assert listener.end == Failed(f"no more after {listener.frames} frames") and listener.frames > 0
+    message = f"no more after {listener.frames} frames"
+    assert listener.end == Failed(message, code="cannot_continue") and listener.frames > 0
 
 
 # text while speaking
@@ -275,6 +276,7 @@ def test_more_text_than_a_slot_holds_fails_that_request_alone():
     room.feed("nobody", [65])
     run(room)
     assert isinstance(fed.end, Failed) and "at most 64 are possible" in fed.end.message
+    assert fed.end.code == "cannot_continue"
     close(other, asked(seed=8))
 
 
