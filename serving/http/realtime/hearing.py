@@ -126,16 +126,14 @@ class Hearing:
         del self._pcm[: SAMPLE_BYTES * num]
         self._first += num
 
-    def commit(self) -> bytes:
-        """Return all audio of the buffer, int16 at 16 kHz, and empty it. Raises the refusal for too little."""
+    def whole(self) -> bytes:
+        """Return all audio of the buffer, int16 at 16 kHz, which stays there. Raises the refusal for too little."""
         self._flush()
         if len(self._pcm) < SAMPLE_BYTES * LEAST_S * RATE_HZ:
             has_s = len(self._pcm) / SAMPLE_BYTES / RATE_HZ
             message = f"the input buffer has {has_s:.3g} s of audio; a turn has at least {LEAST_S:g} s"
             raise refusal(400, message, code="input_audio_buffer_commit_empty")
-        pcm = bytes(self._pcm)
-        self.clear()
-        return pcm
+        return bytes(self._pcm)
 
     def clear(self) -> None:
         self._first = self._end

@@ -32,7 +32,7 @@ from serving.http.objects import Model
 from serving.http.realtime import events
 from serving.http.realtime.conversation import Conversation, Item, new_id
 from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFields, Settings
-from serving.http.realtime.hearing import Hearing, Started, clip_of, samples_of
+from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
 from serving.http.server import Server
@@ -78,6 +78,10 @@ class Session:
         event = {"type": type, "event_id": new_id("event"), **fields}
         await self.socket.send_text(msgspec.json.encode(event).decode())
 
+    async def _tell_error(self, refused: HTTPException, event_id: str | None = None) -> None:
+        """event_id: of the client's event that is wrong, if one is."""
+        await self.tell("error", error=msgspec.structs.asdict(error_of(refused)) | {"event_id": event_id})
+
     async def _stop(self) -> None:
         """When the server stops, or an answer has failed unexpectedly, wait for the answer and end the session. Raises
         Closed, and that failure."""
@@ -93,14 +97,10 @@ class Session:
                 await self._take(events.decoded(text))
                 self.socket.note(is_wrong=False)
             except HTTPException as error:
-                await self._refuse(error, text)
+                await self._tell_error(error, events.event_id_of(text))
                 self.socket.note(is_wrong=True)
             except Away as error:
-                await self._refuse(away(error), text)
-
-    async def _refuse(self, refused: HTTPException, text: str) -> None:
-        error = msgspec.structs.asdict(error_of(refused))
-        await self.tell("error", error=error | {"event_id": events.event_id_of(text)})
+                await self._tell_error(away(error), events.event_id_of(text))
 
     async def _take(self, event: events.ClientEvent) -> None:
         """Handle an event. Raises the refusal, Away."""
@@ -110,7 +110,7 @@ class Session:
             case events.Append(audio=audio):
                 await self._hear(unpacked(audio))
             case events.Commit():
-                await self._commit(await read_beside(self.hearing.commit))
+                await self._commit()
             case events.Clear():
                 self.hearing.clear()
                 self._settle_memory()
@@ -154,18 +154,25 @@ class Session:
         """Take audio, and with voice detection also the turns that it begins and ends. Raises the refusal."""
         if not self.chooses_detection and self.settings.detection is None:
             self.chooses_detection = True  # so that the client is told once
-            await self.tell("error", error=msgspec.structs.asdict(error_of(refusal(400, NO_DETECTION))))
+            await self._tell_error(refusal(400, NO_DETECTION))
         self.memory.resize(self.hearing.num_bytes + self.hearing.num_added(len(data)))
-        for edge in await read_beside(self.hearing.append, data):
+        try:
+            for edge in await read_beside(self.hearing.append, data):
+                await self._take_edge(edge)
+        finally:
+            self._settle_memory()
+
+    async def _take_edge(self, edge: Started | Stopped) -> None:
+        """Begin or end a turn. Its refusal is told, so that later turns of the same audio are taken."""
+        try:
             if isinstance(edge, Started):
                 await self._begin_turn(edge.at_ms)
             else:
-                where = {"audio_end_ms": edge.at_ms, "item_id": self.item_id}
-                await self.tell("input_audio_buffer.speech_stopped", **where)
-                await self._commit(edge.pcm)
-                if self.settings.detection is not None and self.settings.detection.create_response:
-                    await self._answer(None)
-        self._settle_memory()
+                await self._end_turn(edge)
+        except HTTPException as error:
+            await self._tell_error(error)
+        except Away as error:
+            await self._tell_error(away(error))
 
     async def _begin_turn(self, at_ms: int) -> None:
         where = {"audio_start_ms": at_ms, "item_id": self.item_id}
@@ -173,12 +180,29 @@ class Session:
         if self.settings.detection is not None and self.settings.detection.interrupt_response:
             await self._interrupt("turn_detected")
 
-    async def _commit(self, pcm: bytes) -> None:
-        """Make the buffer an item. Raises the refusal."""
-        item = Item("user", clip=await self._clip(pcm), id=self.item_id)
+    async def _end_turn(self, stopped: Stopped) -> None:
+        """Raises the refusal, Away."""
+        id = self.item_id
         self.item_id = new_id("item")
-        previous = self.conversation.add(item)
+        await self.tell("input_audio_buffer.speech_stopped", audio_end_ms=stopped.at_ms, item_id=id)
+        await self._tell_turn(*await self._turn(stopped.pcm, id))
+        if self.settings.detection is not None and self.settings.detection.create_response:
+            await self._answer(None)
+
+    async def _commit(self) -> None:
+        """Make the buffer an item. It stays as it is if that is refused. Raises the refusal."""
+        item, previous = await self._turn(await read_beside(self.hearing.whole), self.item_id)
+        self.item_id = new_id("item")
+        self.hearing.clear()
         self._settle_memory()
+        await self._tell_turn(item, previous)
+
+    async def _turn(self, pcm: bytes, id: str) -> tuple[Item, str | None]:
+        """Make audio an item. Return it, and the ID of the one before it. Raises the refusal."""
+        item = Item("user", clip=await self._clip(pcm), id=id)
+        return item, self.conversation.add(item)
+
+    async def _tell_turn(self, item: Item, previous: str | None) -> None:
         await self.tell("input_audio_buffer.committed", previous_item_id=previous, item_id=item.id)
         await self._tell_item(item, previous)
 

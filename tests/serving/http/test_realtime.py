@@ -1,31 +1,23 @@
-"""Realtime sessions over a real WebSocket, with a fake engine (fake_engine.py). Every event that a server sends must
-be one that OpenAI's own client declares."""
+"""Realtime sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
 import base64
 import gc
 import json
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import soxr
 from fake_engine import ANSWERER, CALLER, MODEL, tone
 from http_server import Server, until
-from openai.types.realtime import RealtimeServerEvent
-from pydantic import TypeAdapter
+from realtime_sessions import KEY, pcm, session, talking
 from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
 
 from serving.audio import voice_activity
-from serving.http.realtime import events
+from serving.http.realtime import conversation, events
 from serving.http.realtime.conversation import MAX_ITEMS
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
-
-KEY = "sk-here"
-DECLARED = TypeAdapter(RealtimeServerEvent)
-PUSH_TO_TALK = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
 
 
 @pytest.fixture(scope="module")
@@ -34,79 +26,6 @@ def server(tmp_path_factory):
     where = tmp_path_factory.mktemp("r")
     with Server(where, models=[MODEL, ANSWERER], limits=limits, api_key=KEY) as server:
         yield server
-
-
-class Client:
-    def __init__(self, socket):
-        self.socket = socket
-        self.seen = []
-
-    def send(self, type, **fields):
-        self.socket.send(json.dumps({"type": type, **fields}))
-
-    def receive(self):
-        event = json.loads(self.socket.recv(timeout=5))
-        DECLARED.validate_python(event, strict=False)
-        self.seen.append(event)
-        return event
-
-    def until(self, type):
-        """Receive events up to one of a type, and return that one."""
-        while (event := self.receive())["type"] != type:
-            assert event["type"] != "error", event
-        return event
-
-    def next(self, type):
-        event = self.receive()
-        assert event["type"] == type, event
-        return event
-
-    def error(self):
-        return self.next("error")["error"]
-
-    def configure(self, **session):
-        self.send("session.update", session={**PUSH_TO_TALK, **session})
-        return self.next("session.updated")["session"]
-
-    def say(self, pcm):
-        for at in range(0, len(pcm), 9600):
-            self.send("input_audio_buffer.append", audio=base64.b64encode(pcm[at : at + 9600]).decode())
-
-    def write(self, text, role="user", **fields):
-        kind = "output_text" if role == "assistant" else "input_text"
-        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-        self.send("conversation.item.create", item=item, **fields)
-        return self.until("conversation.item.done")["item"]
-
-    def answer(self, **response):
-        """Ask for an answer, and return its events."""
-        self.send("response.create", **({"response": response} if response else {}))
-        first = len(self.seen)
-        self.until("response.done")
-        return self.seen[first:]
-
-
-@contextmanager
-def session(server, *, model="answerer", key=KEY, **options):
-    url = f"{server.url.replace('http', 'ws')}/v1/realtime" + (f"?model={model}" if model else "")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    with connect(url, additional_headers=headers, compression=None, **options) as socket:
-        yield Client(socket)
-
-
-@contextmanager
-def talking(server, **options):
-    """Yield a session in which the client says where turns end."""
-    with session(server, **options) as client:
-        client.next("session.created")
-        client.configure()
-        yield client
-
-
-def pcm(seconds=0.5, rate_hz=24_000):
-    return (
-        (9000 * np.sin(2 * np.pi * 200 * np.arange(int(seconds * rate_hz)) / rate_hz)).astype("<i2").tobytes()
-    )
 
 
 def asked(server):
@@ -471,6 +390,21 @@ def test_without_the_package_the_client_is_told_once(server, monkeypatch):
         assert client.error()["code"] == "not_installed"
 
 
+def test_a_refused_turn_does_not_hide_the_next_one_of_the_same_audio(server, loud_is_speech, monkeypatch):
+    monkeypatch.setattr(conversation, "MAX_ITEMS", 1)
+    with session(server) as client:
+        client.next("session.created")
+        client.write("talk 1")
+        audio = SILENCE + pcm(0.6) + SILENCE + pcm(0.6) + SILENCE
+        client.send("input_audio_buffer.append", audio=base64.b64encode(audio).decode())
+        ids = []
+        for _ in range(2):
+            ids.append(client.next("input_audio_buffer.speech_started")["item_id"])
+            assert client.next("input_audio_buffer.speech_stopped")["item_id"] == ids[-1]
+            assert client.error()["code"] == "too_many_items"
+    assert len(set(ids)) == 2
+
+
 # what is wrong
 
 
@@ -517,6 +451,21 @@ def test_a_wrong_event_gets_an_error_that_names_it(server, event, param, message
         error = client.error()
         assert error["event_id"] == "mine" and error["param"] == param and message in error["message"], error
         client.configure()  # the session goes on
+
+
+def test_a_refused_commit_leaves_the_audio_in_the_buffer(server, monkeypatch):
+    monkeypatch.setattr(conversation, "MAX_ITEMS", 1)
+    with talking(server) as client:
+        item = client.write("talk 1")
+        client.say(pcm(0.5))
+        client.send("input_audio_buffer.commit")
+        assert client.error()["code"] == "too_many_items"
+        client.send("conversation.item.delete", item_id=item["id"])
+        client.next("conversation.item.deleted")
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        client.send("input_audio_buffer.commit")
+        assert client.error()["code"] == "input_audio_buffer_commit_empty"
 
 
 def test_only_one_answer_at_a_time(server, held):
