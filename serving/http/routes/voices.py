@@ -11,6 +11,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from serving.http.disconnect import run_while_connected
+from serving.http.held_body import held_body
 from serving.http.objects import ErrorBody, VoiceDeleted, VoiceList, VoiceObject
 from serving.http.schemas import VoiceName, VoiceUpload
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
@@ -119,4 +120,4 @@ async def preview_voice(voice_id: str, server: Server) -> Response[bytes]:
     if found is None:
         raise no_voice(voice_id)
     _, clip = found
-    return Response(await asyncio.to_thread(as_wav, clip), media_type="audio/wav")
+    return held_body(await asyncio.to_thread(as_wav, clip), "audio/wav", server.memory)

@@ -19,6 +19,7 @@ from uploads import recording, upload
 
 from serving.http.bodies import LARGE_BODY_BYTES, LargeBodies
 from serving.http.decoders import Decoders
+from serving.http.held_body import Chunks
 from serving.http.quota import Quota, client_address, site_of
 from serving.http.speech import Speech
 from serving.settings import Limits
@@ -158,6 +159,36 @@ def test_a_whole_answer_counts_as_its_peak_until_it_is_sent(server):
         server.loop.call_soon_threadsafe(server.engine.go.set)
         assert answer.result().status_code == 200
     until(lambda: memory.num_held == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/voices/anna/preview", "/v1/audio/pronunciations"])
+def test_stored_files_count_until_they_are_sent(server, path):
+    assert upload(server, "anna").status_code == 200
+    memory = server.app.state.server.memory
+    until(lambda: gc.collect() >= 0 and memory.num_held == 0)
+    with memory.take(memory.maximum):
+        assert error(server.http.get(path), 503)["code"] == "server_busy"
+    answer = server.http.get(path)
+    assert answer.status_code == 200 and int(answer.headers["content-length"]) == len(answer.content)
+    until(lambda: memory.num_held == 0)
+
+
+def test_a_body_counts_until_its_last_chunk_or_until_it_is_dropped():
+    memory = Quota(1 << 20, "bytes", is_bytes=True)
+
+    async def scene():
+        body = bytes(range(256)) * 1024
+        sent = [chunk async for chunk in chunks_of(body) if memory.num_held == len(body)]
+        return b"".join(sent) == body
+
+    def chunks_of(body):
+        return Chunks(body, memory.take(len(body)))
+
+    assert asyncio.run(scene()) and memory.num_held == 0
+    chunks = chunks_of(b"a body that is never sent")
+    assert memory.num_held > 0
+    del chunks
+    assert memory.num_held == 0
 
 
 def test_refused_requests_leave_nothing_in_a_reference_cycle(server):
