@@ -434,3 +434,23 @@ def test_all_models_are_one_engine_to_the_http_process(tmp_path):
         await gateway.close()
 
     in_zoo(tmp_path, scene)
+
+
+def test_counters_of_all_models_go_on_when_a_model_is_unloaded(tmp_path):
+    async def scene(zoo):
+        gateway = OnDemandGateway(zoo.models)
+
+        def figures():
+            [stats] = gateway.figures()
+            return stats
+
+        for loads in (1, 2):
+            await zoo.spoken("a")
+            await until(lambda: figures().pages > 0)
+            assert (figures().turns, figures().pages) == (40 * loads, 100)
+            zoo.later(301)
+            await until(lambda: zoo.stage("a") == "cold")
+            assert (figures().turns, figures().pages) == (40 * loads, 0)
+            assert sum(figures().turn_times.counts) == 4 * loads
+
+    in_zoo(tmp_path, scene)
