@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +54,16 @@ def prune(root: Path, max_bytes: int = MAX_BYTES, max_age_s: float = MAX_AGE_S) 
 
 
 def export(root: Path, file: Path) -> list[Path]:
-    """Write all intact entries to a tar file. Returns their names relative to the root. Raises OSError."""
+    """Write all intact entries to a tar file. Returns their names relative to the root. Raises OSError.
+
+    An entry that can only be read needs no lock: no process can change it.
+    """
     names = []
+    places = [place for place in _places(root) if not place.name.startswith(".")]
     with tarfile.open(file, "w") as tar:
-        for place in _places(root):
-            with locked(place, fcntl.LOCK_SH):
+        for place in places:
+            is_writable = os.access(place.parent, os.W_OK)
+            with locked(place, fcntl.LOCK_SH) if is_writable else nullcontext():
                 if damage(place) is None:
                     names.append(place.relative_to(root))
                     _add(tar, place, str(names[-1]))

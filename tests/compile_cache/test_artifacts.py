@@ -171,6 +171,14 @@ def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     assert {path.name for path in there.iterdir()} == {"torch"}
 
 
+def test_an_export_leaves_the_remains_of_killed_processes_alone(place, tmp_path):
+    root = root_with(place, 1)
+    place.with_name(".model-2.making").mkdir()
+    before = sorted(place.parent.iterdir())
+    store.export(root, tmp_path / "cache.tar")
+    assert sorted(place.parent.iterdir()) == before
+
+
 def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     (tmp_path / "cache.tar").write_bytes(b"no tar")
     with pytest.raises(ValueError, match="is not an exported cache"):
@@ -271,6 +279,7 @@ def _read_only(place, monkeypatch):
 
     monkeypatch.setattr(os, "access", reads)
     monkeypatch.setattr("compile_cache.artifacts.locked", refuse)
+    monkeypatch.setattr("compile_cache.store.locked", refuse)
     return place
 
 
@@ -282,6 +291,11 @@ def test_a_full_cache_is_read_where_nothing_can_be_written(read_only):
         assert not (entry.directory / "late.so").exists()
         (entry.directory / "a" / "lock").write_text("")  # compilers write next to what they read
     assert not entry.directory.exists() and (read_only / "late.so").exists()
+
+
+def test_a_full_cache_is_exported_where_nothing_can_be_written(read_only, tmp_path):
+    names = store.export(read_only.parents[2], tmp_path / "cache.tar")
+    assert [name.name for name in names] == [read_only.name]
 
 
 def test_a_missing_entry_is_an_error_where_nothing_can_be_written(read_only):
