@@ -33,7 +33,6 @@ MAX_GAIN_DB = 24.0  # more would make noise as loud as speech
 CEILING_DBFS = -1.0  # of samples
 HOP_S = 0.1  # between two measurements
 BLOCK_HOPS = 4  # that a measurement needs
-HELD_S = BLOCK_HOPS * HOP_S  # of a stream
 ATTACK_MS, RELEASE_MS = 5, 50  # of the limiter, which looks ahead for the attack
 SILENT_LUFS = -70.0  # nothing was above the gate of the measure yet
 FULL_SCALE = 32767

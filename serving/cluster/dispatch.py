@@ -27,7 +27,6 @@ LOOK_S = 1.0  # how often silent replicas and drained ones are looked for
 PAUSE_S = 0.02  # between two offers of a request
 RETRY_S = 1.0  # for a client, if no replica is ready
 NOT_READY = "engine_not_ready"
-LOST = "the replica stopped while it worked on this request"
 
 log = structlog.get_logger()
 
