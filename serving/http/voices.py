@@ -208,7 +208,9 @@ class Voices:
         with self._new_place() as new:
             for name, content in files.items():
                 (new / name).write_bytes(content)
-            if voice.name in self.survey()[1]:  # a damaged voice is replaced
+            try:
+                self._open(voice.name, self._look)
+            except Damaged:  # it is replaced
                 self.remove(voice.name)
             try:
                 new.rename(self.directory / voice.name)

@@ -255,6 +255,13 @@ def test_a_damaged_voice_is_reported_and_can_be_replaced(store, capsys, how):
     assert store.remove("bert")
 
 
+def test_a_new_voice_reads_no_other_one(store, capsys):
+    store.add("anna", CLIP)
+    (store.directory / "anna" / "voice.safetensors").write_bytes(b"x")
+    store.add("bert", CLIP)
+    assert "anna is damaged" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("what", ["a text", "a sample"])
 def test_a_modified_voice_is_detected_when_it_is_loaded(store, what):
     """The header looks right, so only loading detects the change."""
