@@ -77,7 +77,6 @@ FORMATS = {
         {"page_duration": "20000", "fflags": "+bitexact"},  # without bitexact, serial numbers are random
         {"frame_duration": "20"},
     ),
-    # The encoder's default search, twoloop, distorts the first 40 ms of speech that begins without silence.
     # The same packets in a container that browsers' MediaSource plays, one cluster each.
     "webm": Format(
         "audio/webm",
@@ -88,6 +87,7 @@ FORMATS = {
         {"live": "1", "cluster_time_limit": "20", "fflags": "+bitexact"},
         {"frame_duration": "20"},
     ),
+    # The encoder's default search, twoloop, distorts the first 40 ms of speech that begins without silence.
     "aac": Format("audio/aac", "adts", "aac", MPEG_HZ, codec_options={"aac_coder": "fast"}),
     # AAC in fragments of MP4, one for each packet
     "m4a": Format(

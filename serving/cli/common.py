@@ -95,7 +95,7 @@ Depth = Annotated[
     Literal["layers", "whole"],
     Option(
         help="A GPU runs the code predictor of Qwen3-TTS, Fish Audio S2 or CSM layer by layer, or each of its passes whole, "
-        "in one launch. Nobody has measured whole yet.",
+        "in one launch. The speed of whole has not been measured yet.",
         rich_help_panel=MODEL,
     ),
 ]

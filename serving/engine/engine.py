@@ -53,8 +53,8 @@ class Engine:
     """Families by name, or just one, each with `max_slots` slots and `max_waiting` requests without one, and
     one arena for them all.
 
-    max_ttfa_s: a request that would be heard later is refused at once, and, unless the policy is throughput,
-    only as many streams speak as can be made in real time; None: all are accepted. swap_memory_bytes: of the
+    max_ttfa_s: requests that would be heard later are refused at once. Unless the policy is throughput, only
+    as many streams run as can be generated in real time. None turns both off. swap_memory_bytes: of the
     host, for paused streams' pages; None: five times kv_memory_bytes, or a quarter of the host's memory; 0:
     a request gets all pages that it can ever need, and no stream is paused. max_unread_s: audio that a
     metered listener may leave; then it is paused by backpressure, and after max_stall_s its request fails.

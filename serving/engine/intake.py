@@ -123,8 +123,8 @@ class Intake:
             raise Full(f"{waiting} {are} waiting already", retry_after_s)
         is_first = not request.reference_bytes or not self.reference_bytes
         if not is_first and self.reference_bytes + request.reference_bytes > limits.reference_memory_bytes:
-            held = f"recordings of {self.reference_bytes >> 20} MiB wait to be encoded already"
-            raise Full(f"{held}, and {limits.reference_memory_bytes >> 20} MiB are the most", retry_after_s)
+            held = f"recordings of {self.reference_bytes >> 20} MiB are waiting to be encoded"
+            raise Full(f"{held}; the limit is {limits.reference_memory_bytes >> 20} MiB", retry_after_s)
         if is_flexible:
             return None
         is_alone = not worker.queue.requests and not worker.running

@@ -93,8 +93,9 @@ class ModelQueue:
     def late(self, now_s: float, max_ttfa_s: float) -> list[tuple[QueuedRequest, float]]:
         """Return the waiting requests that would be heard more than max_ttfa_s after they were accepted, each
         with its predicted wait in seconds. Each prediction assumes that the requests returned before it have
-        left. The first request stays, because it waits for nobody. The prediction leaves out the correction:
-        short waits change that too, and it would double a long wait within a few requests."""
+        left. A request is never late if no other one is ahead of it, in line or in a slot. The prediction
+        leaves out the correction: short waits change that too, and it would double a long wait within a few
+        requests."""
         late = []
         line = Line(self.forecaster.outlook)
         for request in self._listeners:

@@ -9,7 +9,7 @@ from serving.settings import EngineArguments, ModelOptions
 
 class Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, str]  # their directories, by the id that clients know
-    # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
+    # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 256 at most
     max_slots: int | None = None
     kv_memory_bytes: int | None = None
     swap_memory_bytes: int | None = None  # of the host, for paused streams' pages

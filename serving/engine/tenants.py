@@ -8,10 +8,10 @@ import numpy as np
 
 
 class Tenants:
-    """A window that is under way reads its slot, on another stream than the one on which the next tenant
-    would move in. So a slot that is given back stays `leaving` until its windows are done, and so do the
-    pages of its past. `generation` grows when a slot changes hands, so that late reports find their own
-    request."""
+    """Which slots are free. A render in flight still reads its slot on its own stream, and the next tenant
+    would write there on another stream. So a slot that is given back stays `leaving` until its renders are
+    done, and so do the pages of its past. `generation` grows when a slot changes hands, so that late reports
+    find their own request."""
 
     def __init__(self, num_slots: int):
         self.free = list(range(num_slots - 1, -1, -1))

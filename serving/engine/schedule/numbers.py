@@ -28,7 +28,7 @@ GPU_RENDERS_IN_FLIGHT = 4
 """Renders that a GPU has at once, if the shortest takes less than a step; meanwhile more windows are due,
 and one launch of many rows takes less time than many of few."""
 LONG_RENDER_STEPS = 4.0
-"""Steps that the shortest render of a model takes, from which on steps leave the device to renders."""
+"""If a model's shortest render takes longer than this many steps, steps make room for renders."""
 PACE_STEPS = 3.0
 """Time from one step to the next while such a render is under way, in steps."""
 
@@ -39,8 +39,8 @@ WINDOW_COST_DECAY = 0.98
 WINDOW_COST_MARGIN = 1.3
 """Factor on the time that a window is expected to take."""
 TAIL_PART = 0.6
-"""Part of the smallest window: so many last frames are added to a window, since one of their own would take
-longer."""
+"""If at most this part of the smallest window is left at the end of a speech, the last window takes those
+frames too: another window would take longer."""
 MAX_WINDOWS_AHEAD = 8
 """Windows of other listeners that may be made before a first window that is due."""
 

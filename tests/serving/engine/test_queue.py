@@ -107,9 +107,7 @@ def test_a_request_cancelled_during_its_prompt_is_never_queued():
 def test_recordings_have_a_byte_limit_that_one_may_exceed():
     room = engine(reference_memory_bytes=10 * MIB)
     [large] = accept(room, "large", reference_bytes=40 * MIB)
-    with pytest.raises(
-        Full, match="recordings of 40 MiB wait to be encoded already, and 10 MiB are the most"
-    ):
+    with pytest.raises(Full, match="recordings of 40 MiB are waiting to be encoded; the limit is 10 MiB"):
         accept(room, "other", reference_bytes=1)
     accept(room, "preset")
     room.prepare(large, text("hi"))
