@@ -21,7 +21,7 @@ from torch import Tensor
 from toy import CODES, FRAME_SAMPLES, TURN, Toy, ToyState
 
 from zoo.check import check
-from zoo.contract import Prompt, View, Window, frame_cap
+from zoo.contract import Prompt, Said, View, Window, frame_cap
 from zoo.nn.keys import prefix_key
 from zoo.request import Option, Request, RequestError
 
@@ -69,7 +69,7 @@ class GridToy(Toy):
     def prompt(self, request: Request) -> Prompt:
         return next(self.prompts(request))
 
-    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
+    def prompts(self, request: Request, said: Said | None = None) -> Generator[Prompt, Tensor, None]:
         values = check(request, self.spec)
         text, echoes = request.text.encode(), values.pop("echoes")
         if request.is_open and (len(text) < HEAD or echoes > 1):

@@ -64,11 +64,12 @@ class Family(nn.Module, ABC, Generic[S]):
         once, and kept. Raises RequestError, whose message says what was given and what is possible.
         `zoo.check.check` refuses everything that `spec` says the model does not take."""
 
-    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
+    def prompts(self, request: Request, said: Said | None = None) -> Generator[Prompt, Tensor, None]:
         """Yield the passes (segments, turns) of a text that is not split; they follow each other in one
         stream of audio. Each pass's frames [F, *frame] (on the CPU) are sent back, so that the next pass can
-        continue from them. All but the last pass have `is_final=False`."""
-        yield self.prompt(request)
+        continue from them. All but the last pass have `is_final=False`. said: an earlier piece, in whose voice
+        all passes speak."""
+        yield self.prompt(request) if said is None else self.later_prompt(request, said)
 
     def later_prompt(self, request: Request, said: Said) -> Prompt:
         """Build the prompt of a later piece in the voice of the first one. Only for families whose spec has
@@ -151,43 +152,56 @@ class Family(nn.Module, ABC, Generic[S]):
         request = understood(request, self.spec)
         pieces = paced_pieces(request, self.spec)
         if len(pieces) == 1:
-            yield from self._whole(request, pieces[0])
+            passes = self.prompts(replace(request, text=pieces[0].text))
+            yield from self._spoken(request, pieces[0], next(passes), passes, None)
             return
         left = request.max_frames
         said: Said | None = None
         for i, piece in enumerate(pieces):
             seed = prefix_key(request.seed, i) if i else request.seed
             asked = replace(request, text=piece.text, seed=seed, max_frames=None)
-            prompt = self._piece(asked, said)
+            passes = self.prompts(asked, said)
+            prompt = next(passes)
             if left is not None and left < prompt.max_frames:
                 # The family may have other limits, which follow from this one.
-                prompt = self._piece(replace(asked, max_frames=left), said)
-            prompt.is_final = i == len(pieces) - 1
-            prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
-            prompt.silence_before, prompt.silence_after = piece.before, piece.after
-            frames = yield prompt
+                passes = self.prompts(replace(asked, max_frames=left), said)
+                prompt = next(passes)
+            is_last = i == len(pieces) - 1
+            frames = yield from self._spoken(request, piece, prompt, passes, left, is_last)
             if left is not None:
                 left -= len(frames)
                 if left == 0:
                     return
             if self.spec.keeps_voice and not request.references and said is None and len(frames):
-                said = Said(piece.text, frames.clone())  # a copy, because the slot is reused
+                said = Said(piece.text, frames)
 
-    def _whole(self, request: Request, piece: Piece) -> Generator[Prompt, Tensor, None]:
-        """Yield the passes of a text of one piece."""
-        passes = self.prompts(replace(request, text=piece.text))
-        prompt: Prompt | None = next(passes)
-        assert prompt is not None, "a text has no pass"
-        prompt.silence_before = piece.before
-        if prompt.is_final and is_spoken(request, self.spec) and not request.is_open:
-            prompt.expected_s, prompt.text = expected_s(piece.text), piece.text
+    def _spoken(
+        self,
+        request: Request,
+        piece: Piece,
+        first: Prompt,
+        later: Generator[Prompt, Tensor, None],
+        left: int | None,
+        is_last: bool = True,
+    ) -> Generator[Prompt, Tensor, Tensor]:
+        """Yield the passes of a piece and return their frames [F, *frame]. left: the most frames of all of them.
+        is_last: no piece follows."""
+        first.silence_before = piece.before
+        if first.is_final and is_spoken(request, self.spec) and not request.is_open:
+            first.expected_s, first.text = expected_s(piece.text), piece.text
+        made: list[Tensor] = []
+        prompt: Prompt | None = first
         while prompt is not None:
+            if left is not None:
+                prompt.max_frames = min(prompt.max_frames, left)
             prompt.silence_after = piece.after if prompt.is_final else 0
-            prompt = following(passes, (yield prompt))
-
-    def _piece(self, request: Request, said: Said | None) -> Prompt:
-        """Build the prompt of a piece, in the voice of what was said."""
-        return self.prompt(request) if said is None else self.later_prompt(request, said)
+            prompt.is_final = prompt.is_final and is_last
+            frames = yield prompt
+            made.append(frames.clone())  # a copy, because the slot is reused
+            if left is not None:
+                left -= len(frames)
+            prompt = following(later, frames) if left != 0 else None
+        return torch.cat(made)
 
     def step(self, state: S, batch: Batch) -> Tensor:
         """Run one step of every slot of the launch -> the report [B, 4]: frames ready, whether the slot is

@@ -11,6 +11,7 @@ Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py; see README.md
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from math import ceil, sqrt
 from typing import Any, Generic, TypeVar
 
@@ -179,31 +180,31 @@ class FishS2(FishFamily[PromptWriter]):
     def prompt(self, request: Request) -> Prompt:
         return next(self.prompts(request))
 
-    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """Yield one prompt per pass. Each reads the messages of earlier passes, as far back as the positions
-        allow."""
+    def prompts(self, request: Request, said: Said | None = None) -> Generator[Prompt, Tensor, None]:
+        """Yield one prompt per pass. Each reads `said` and the messages of earlier passes, as far back as the
+        positions allow. A piece follows only the first piece, like a second turn in the original. The pieces
+        in between are left out, so that all pieces cost the same."""
         values = check(request, self.spec)
         texts = passes(request.text, int(values["chunk_length"]))
         system = self.writer.system(request.references)
         messages: list[Tensor] = []
+        if said is not None:
+            messages = [self.writer.user(said.text), self.writer.said(said.frames)]
+        left = request.max_frames
         for i, text in enumerate(texts):
+            asked = replace(request, max_frames=left)
             messages.append(self.writer.user(text))
-            messages = self._latest(request, len(system), messages)
+            messages = self._latest(asked, len(system), messages)
             read = torch.cat((system, *messages))
             seed = prefix_key(request.seed, i) if i else request.seed
-            prompt = self._pass(request, values, text, read, seed)
+            prompt = self._pass(asked, values, text, read, seed)
             prompt.is_final = i == len(texts) - 1
             frames = yield prompt
+            if left is not None:
+                left -= len(frames)
+                if left == 0:
+                    return
             messages.append(self.writer.said(frames))
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        """Return the prompt of a later piece, which follows only the first piece, like a second turn in the
-        original. The pieces in between are left out, so that all pieces cost the same."""
-        writer, values = self.writer, check(request, self.spec)
-        messages = writer.user(said.text), writer.said(said.frames), writer.user(request.text)
-        read = torch.cat((writer.system(()), *messages))
-        prompt = self._pass(request, values, request.text, read, request.seed)
-        return prompt
 
     def _latest(self, request: Request, num_before: int, messages: list[Tensor]) -> list[Tensor]:
         """Return the latest messages, starting with a user's. They leave enough positions for the frames that

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zoo
 from serving.engine.engine import Engine
-from zoo.contract import Family, Prompt
+from zoo.contract import Family, Prompt, following
 from zoo.fish_s2.prompt import column_keys
 from zoo.fish_s2.sampling import RAS_WINDOW
 from zoo.request import AudioClip, Reference, Request
@@ -27,11 +27,17 @@ TURNS = "<|speaker:0|>Good morning. <|speaker:1|>Hi! <|speaker:0|>" + "Well. " *
 TALK = replace(
     ASKED,
     text=TURNS,
-    max_frames=9,
+    max_frames=None,
     options={"chunk_length": 100},
     references=(Reference(CLIP, "One."), Reference(AudioClip(CLIP.samples[::-1].copy(), 24_000), "Two.")),
 )
 OTHERS = (replace(TALK, seed=9, references=TALK.references[:1]), replace(TALK, seed=10, references=()))
+
+
+@pytest.fixture(autouse=True)
+def short_passes(monkeypatch):
+    """A pass without a cap has at most 9 frames, because random weights find no end."""
+    monkeypatch.setattr("zoo.fish_s2.model.DEFAULT_FRAMES", 9)
 
 
 def with_end(likely: float) -> Family:
@@ -133,10 +139,11 @@ def test_a_pass_reads_the_speech_of_earlier_passes():
     assert len(set(said[:3])) == 1 and said[0] < 0 <= min(said[3:])
 
 
-def test_a_long_conversation_drops_its_oldest_turns():
+def test_a_long_conversation_drops_its_oldest_turns(monkeypatch):
     """The model has 512 positions, and each pass speaks 100 frames. The references and the latest passes
     stay."""
-    talk = replace(TALK, text="".join(f"<|speaker:{i % 2}|>{'a' * 60}" for i in range(12)), max_frames=100)
+    monkeypatch.setattr("zoo.fish_s2.model.DEFAULT_FRAMES", 100)
+    talk = replace(TALK, text="".join(f"<|speaker:{i % 2}|>{'a' * 60}" for i in range(12)))
     prompts, made = FISH.prompts(talk), []
     made.append(next(prompts))
     while not made[-1].is_final:
@@ -148,6 +155,35 @@ def test_a_long_conversation_drops_its_oldest_turns():
     said = [column_keys(FISH.writer.frames(torch.full((1, 4), i)), FISH.config)[0] for i in range(1, 12)]
     remembered = [key for key in said if key in made[11].prefix_keys]
     assert remembered == said[-len(remembered) :] and 1 <= len(remembered) < 11
+
+
+def test_max_frames_limits_all_passes_together():
+    prompts = FISH.prompts(replace(TALK, max_frames=10))
+    assert next(prompts).max_frames == 10
+    assert prompts.send(torch.zeros(3, 4, dtype=torch.int64)).max_frames == 7
+    assert following(prompts, torch.zeros(7, 4, dtype=torch.int64)) is None
+    paused = replace(TALK, text=f"{TURNS} [pause:0.5s] {TURNS}")
+    assert len(zoo.generate(FISH, replace(TALK, max_frames=10)).frames) == 10
+    assert [len(zoo.generate(FISH, replace(paused, max_frames=n)).frames) for n in (7, 25)] == [7, 25]
+
+
+@pytest.mark.parametrize("references", [(), TALK.references])
+def test_a_pause_in_a_conversation_loses_no_turn(references):
+    turns = [f"<|speaker:{i % 2}|>Turn {i}." for i in range(14)]
+    text = "".join(turns[:7]) + "[pause:0.5s]" + "".join(turns[7:])
+    answer = FISH.passes(Request(text=text, references=references))
+    frames = [torch.full((2, 4), i) for i in range(4)]
+    made = [next(answer), *map(answer.send, frames[:3])]
+    for prompt, spoken in zip(made, (turns[:5], turns[5:7], turns[7:12], turns[12:]), strict=True):
+        asked = column_keys(FISH.writer.user("\n".join(spoken)), FISH.config)
+        assert prompt.prefix_keys[-len(asked) :] == asked
+    assert [prompt.is_final for prompt in made] == [False, False, False, True]
+    pause = FISH.spec.sample_rate_hz // 2
+    assert [prompt.silence_after for prompt in made] == [0, pause, 0, 0]
+    said = [column_keys(FISH.writer.frames(each), FISH.config)[0] for each in frames]
+    carried = [[i for i, key in enumerate(said) if key in prompt.prefix_keys] for prompt in made]
+    first = [] if references else [0, 1]  # the first piece, whose random voice goes on
+    assert carried == [[], [0], first, [*first, 2]]
 
 
 @pytest.mark.parametrize("report_lag", [0, 1])

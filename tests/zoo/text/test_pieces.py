@@ -213,7 +213,7 @@ def test_later_pieces_continue_in_a_random_voice(name, monkeypatch):
     """All later pieces read the same frames of the first piece, so they share one prefix unless the text is before
     it."""
     model = family(name)
-    monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=6.0))
+    monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=6.0, max_frames=60))
     found = passes(model, Request(text=LONG))
     assert len(found) > 3 and found[-1].is_final
     keys = [prompt.prefix_keys for prompt in found]
