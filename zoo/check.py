@@ -22,6 +22,7 @@ from zoo.request import (
     parts_of,
 )
 
+RANDOM = ("default", "random")  # names of no voice in particular, which may stand next to a reference
 OF_CLIP = ("transcript", "continuation")  # outputs that are made of a clip alone
 
 
@@ -49,6 +50,8 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
         raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
         raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
+    if request.conversation == "":
+        raise RequestError("conversation", "conversation is empty: give it a name, or leave it out")
     if request.stop and not (spec.answers or request.output == "text"):
         raise RequestError("stop", f"{name} takes no stop strings: it speaks the text that it is given")
     if not all(request.stop):
@@ -84,6 +87,8 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
     if not spec.mixes:
         reason = "it has no speaker vectors to add up; give one voice"
         raise RequestError("voice", f"{name} cannot mix voices, and {voice!r} is a mix: {reason}")
+    if request.references:
+        _check_clones(spec, name)
     parts = [(part.lower(), weight) for part, weight in parts_of(voice)]
     names = [part for part, _ in parts]
     given = {(reference.name or "").lower(): reference for reference in request.references}
@@ -165,8 +170,12 @@ def _check_instructions(request: Request, spec: Spec, name: str) -> None:
 
 def _check_references(request: Request, spec: Spec, name: str) -> None:
     num = len(request.references)
-    if num and spec.reference_s is None:
-        raise RequestError("references", f"{name} takes no reference{_hint(spec, 'references')}")
+    if num:
+        _check_clones(spec, name)
+        if (request.voice or RANDOM[0]).lower() not in RANDOM:
+            raise RequestError(
+                "voice", "a voice and a reference are both given, but a request has one voice; leave one out"
+            )
     if num > spec.max_references:
         raise RequestError(
             "references", f"{num} references are given; {name} takes up to {spec.max_references}"
@@ -177,6 +186,11 @@ def _check_references(request: Request, spec: Spec, name: str) -> None:
         raise RequestError("transcript", f"a transcript is needed: {name} reads the words of each reference")
     if not num and spec.modes == ("clone",):
         raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
+
+
+def _check_clones(spec: Spec, name: str) -> None:
+    if spec.reference_s is None:
+        raise RequestError("references", f"{name} takes no reference{_hint(spec, 'references')}")
 
 
 def _hint(spec: Spec, param: str) -> str:

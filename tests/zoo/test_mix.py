@@ -91,6 +91,7 @@ SAID = replace(BERT, transcript="What I say.")
 WRONG = [
     (PRESETS, asked(f"{FIRST}+nobody"), "voice", "no voice 'nobody' to mix; it has: "),
     (BASE, asked("anna+bert", ANNA), "voice", "no voice 'bert' to mix; it has: anna"),
+    (PRESETS, asked(f"{FIRST}+bert", BERT), "references", "takes no reference: Qwen3-TTS base clones"),
     (BASE, asked("anna+anna", ANNA, BERT), "references", "leave one out"),
     (BASE, asked("anna+bert", ANNA, replace(BERT, name=None)), "voice", "no voice 'bert'"),
     (

@@ -269,6 +269,12 @@ def test_references():
     check(Request(text="a", references=(REFERENCE,)), both)  # the reference is the voice
 
 
+def test_a_request_has_one_voice():
+    spec = replace(VOICES, voices=("Anna", "default"), modes=("voice", "clone"), reference_s=(0.1, 9.0))
+    refused("voice", "both given.*leave one out$", voice="anna", references=(REFERENCE,), spec=spec)
+    check(Request(text="a", voice="Default", references=(REFERENCE,)), spec)  # no voice in particular
+
+
 @pytest.mark.parametrize("transcript", [None, " "])
 def test_a_model_that_reads_the_words_of_references_needs_them(transcript):
     spec = replace(CLONES, needs_transcript=True, max_references=2)
@@ -286,6 +292,7 @@ def test_turns_and_open_text():
         "conversation", "^Hum 1 takes no conversation", conversation="one", spec=replace(PLAIN, listens=True)
     )
     check(Request(text="a", conversation="one"), replace(PLAIN, shares_turns=True))
+    refused("conversation", "^conversation is empty", conversation="", spec=replace(PLAIN, shares_turns=True))
     refused("is_open", "^Hum 1 takes no text while it speaks", is_open=True)
     check(Request(text="a", is_open=True), replace(PLAIN, feeds=True))
 

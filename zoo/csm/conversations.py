@@ -31,8 +31,10 @@ class Conversations:
         return Conversations()
 
     def get(self, name: str | None) -> Context | None:
+        if name is None:
+            return None
         with self._lock:
-            return self._held.get(name or "")
+            return self._held.get(name)
 
     def put(self, name: str, context: Context) -> None:
         with self._lock:

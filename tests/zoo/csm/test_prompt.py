@@ -129,6 +129,7 @@ def test_the_conversations_that_spoke_last_are_kept():
     for name in (*names, names[0], "new"):
         conversations.put(name, Context(torch.zeros(1, 1), (0,)))
     assert [name for name in (*names, "new") if conversations.get(name) is None] == [names[1]]
+    conversations.put("", Context(torch.zeros(1, 1), (0,)))
     assert conversations.get(None) is None
 
 
