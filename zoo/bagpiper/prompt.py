@@ -121,7 +121,7 @@ class PromptWriter:
     def __init__(self, config: Config, tokenize: TextTokenizer, listener: Listener | None):
         self.config, self.tokenize, self.listener = config, tokenize, listener
 
-    def __call__(self, request: Request, values: object = None) -> Script:
+    def __call__(self, request: Request) -> Script:
         messages = messages_of(request)
         words = [[] if message.text is None else self.tokenize(message.text) for message in messages]
         num_words, most = sum(map(len, words)), self.config.max_positions

@@ -54,7 +54,7 @@ class PromptWriter:
     def __init__(self, vocabulary: Vocabulary, ear: Ear, max_positions: int):
         self.vocabulary, self.ear, self.max_positions = vocabulary, ear, max_positions
 
-    def __call__(self, request: Request, values: object = None) -> Script:
+    def __call__(self, request: Request) -> Script:
         turns = conversation(request)
         is_spoken = next(turn for turn in turns if turn.role == "user").clip is not None
         line = SPOKEN if is_spoken else WRITTEN

@@ -236,13 +236,6 @@ class Xeus(nn.Module):
             x = block(x)
         return self.norm(x)[0]
 
-    def least_samples(self) -> int:
-        """Return the fewest samples that make a vector."""
-        num = 1
-        for _, kernel, stride in reversed(self.config.convs):
-            num = (num - 1) * stride + kernel
-        return num
-
 
 def names(xeus: Xeus) -> dict[str, str]:
     """Return the table of published names, in the older notation, for a file that `of_parts` has opened."""

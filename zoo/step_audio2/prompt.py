@@ -176,7 +176,7 @@ BEHIND = {
 
 def _check_order(roles: Sequence[str]) -> None:
     """Raise RequestError for roles that do not follow each other in a conversation."""
-    is_known = all(role in BEHIND[before] for before, role in pairwise(("", *roles)) if before in BEHIND)
+    is_known = all(role in BEHIND[before] for before, role in pairwise(("", *roles)))
     if not is_known or roles[-1] not in ("user", "tool"):
         order = (
             "at most one system turn and one with tools, then user (or tools' results) and assistant in turn"
