@@ -93,12 +93,12 @@ class Listener(nn.Module):
         self.heard: References[Heard] = References()
 
     def __call__(self, clip: AudioClip) -> Tensor:
-        """Raises RequestError (`param` "references") for unusable audio."""
-        return self.heard.get(content(clip), lambda: Heard(self._encode(clip))).vectors
+        """Raises RequestError (`param` "turns") for unusable audio."""
+        return self.heard.get(content(clip, field="turns"), lambda: Heard(self._encode(clip))).vectors
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Tensor:
-        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
+        samples = torch.tensor(first_channel(clip, CLIP_S, "turns")).to(self.device)
         samples = resampled(samples, clip.sample_rate_hz, SAMPLE_RATE_HZ)
         samples = (samples - samples.mean()) / (samples.var(correction=0) + EPS).sqrt()
         mel = self.mel(samples)[:, : len(samples) // MEL_HOP]

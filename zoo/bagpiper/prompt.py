@@ -142,7 +142,7 @@ class PromptWriter:
                 vectors = self._heard(message.clip)
                 heard.append((len(ids), vectors))
                 ids += [PAD] * len(vectors)
-                name = content(message.clip)
+                name = content(message.clip, field="turns")
                 keys += [prefix_key(name, i) for i in range(len(vectors))]
             add(own)
             add([EOT if next_role == message.role else EOS])

@@ -111,12 +111,12 @@ class Ear:
         self.heard: References[Heard] = References()
 
     def __call__(self, clip: AudioClip) -> Tensor:
-        """Raises RequestError (`param` "references") for unusable audio."""
-        return self.heard.get(content(clip), lambda: Heard(self.encode(clip))).codes
+        """Raises RequestError (`param` "turns") for unusable audio."""
+        return self.heard.get(content(clip, field="turns"), lambda: Heard(self.encode(clip))).codes
 
     @torch.inference_mode()
     def encode(self, clip: AudioClip) -> Tensor:
-        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
+        samples = torch.tensor(first_channel(clip, CLIP_S, "turns")).to(self.device)
         samples = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         pieces = samples.split(PIECE_SAMPLES)
         return torch.cat([self._piece(piece, len(pieces) > 1) for piece in pieces]).cpu()

@@ -23,7 +23,7 @@ from zoo.hub import cached_directory
 from zoo.opuslm.config import BOOKS, SAMPLE_RATE_HZ
 from zoo.opuslm.encoder import Encoder, nearest, quantized
 from zoo.opuslm.xeus import Xeus
-from zoo.request import AudioClip, RequestError
+from zoo.request import AudioClip
 from zoo.voices.encoded_files import EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
@@ -108,17 +108,13 @@ class Ear:
 
     def __call__(self, clip: AudioClip, field: str = "references") -> Tensor:
         """field: of the request, for errors. Raises RequestError for audio that cannot be encoded."""
-        name = content(clip)
+        name = content(clip, field=field)
         file = self.files.of(clip, name, lambda tensors: Heard(tensors["codes"]))
-        try:
-            return self.heard.get(name, lambda: Heard(self._encode(clip)), file).codes
-        except RequestError as error:
-            what = str(error).replace("the reference", "the clip") if field != "references" else str(error)
-            raise RequestError(field, what) from None
+        return self.heard.get(name, lambda: Heard(self._encode(clip, field)), file).codes
 
     @torch.inference_mode()
-    def _encode(self, clip: AudioClip) -> Tensor:
-        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, CLIP_S), device=self.device)
+    def _encode(self, clip: AudioClip, field: str) -> Tensor:
+        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, CLIP_S, field), device=self.device)
         clusters = nearest(self.encoders.xeus(samples), self.encoders.centers)
         codes = quantized(self.encoders.encoder(samples), self.tables)
         num = min(len(clusters), len(codes))

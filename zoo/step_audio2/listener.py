@@ -145,13 +145,13 @@ class Ear:
         self.heard: References[Heard] = References()
 
     def __call__(self, clip: AudioClip) -> Heard:
-        """Raises RequestError (`param` "references") for unusable audio."""
-        name = content(clip)
+        """Raises RequestError (`param` "turns") for unusable audio."""
+        name = content(clip, field="turns")
         return self.heard.get(name, lambda: Heard(name, self.encode(clip)))
 
     @torch.inference_mode()
     def encode(self, clip: AudioClip) -> tuple[Tensor, ...]:
-        samples = torch.tensor(first_channel(clip, CLIP_S)).to(self.device)
+        samples = torch.tensor(first_channel(clip, CLIP_S, "turns")).to(self.device)
         samples = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         return tuple(
             self.listener(self.mel(F.pad(piece, (0, PADDING)))) for piece in samples.split(PIECE_SAMPLES)

@@ -14,6 +14,7 @@ import soxr
 from zoo.request import AudioClip, RequestError, recording_name
 
 RATES_HZ = (8_000, 192_000)
+REFERENCES = "references"  # the field of a request whose clips are voices
 SILENT = 1e-3  # a peak of -60 dB of full scale
 
 
@@ -103,43 +104,45 @@ class References(Generic[T]):
                 self._held_bytes -= given_up.num_bytes
 
 
-def content(clip: AudioClip, *what_else: object) -> bytes:
-    """Return a clip's key: a hash of 16 bytes of its samples, its rate and `what_else`. Raises ValueError."""
+def content(clip: AudioClip, *what_else: object, field: str = REFERENCES) -> bytes:
+    """Return a clip's key: a hash of 16 bytes of its samples, its rate and `what_else`. field and errors are
+    those of `mono`."""
     name = clip.name
     if name is None:
-        _check_form(clip)
+        _check_form(clip, field)
         name = recording_name(clip.samples, clip.sample_rate_hz)
     return blake2b(repr((name, *what_else)).encode(), digest_size=16).digest()
 
 
-def first_channel(clip: AudioClip, clip_s: tuple[float, float]) -> np.ndarray:
-    """Return the first channel of a clip [N] float32, at the clip's rate. clip_s and errors are those of `mono`."""
+def first_channel(clip: AudioClip, clip_s: tuple[float, float], field: str = REFERENCES) -> np.ndarray:
+    """Return the first channel of a clip [N] float32, at the clip's rate. The limits, `field` and errors are
+    those of `mono`."""
     first = clip.samples if clip.samples.ndim == 1 else clip.samples[0]
-    return mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, clip_s)
+    return mono(AudioClip(first, clip.sample_rate_hz), clip.sample_rate_hz, clip_s, field)
 
 
-def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
+def mono(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float], field: str = REFERENCES) -> np.ndarray:
     """Return a clip as one channel at rate_hz, [N] float32: channels are averaged, then resampled (soxr, high
     quality).
 
-    reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that cannot be a
-    reference.
+    clip_s: the shortest and the longest clip. field: of the request that has the clip, "references" or "turns".
+    Raises RequestError with that field for audio that cannot be used.
     Source: librosa, to_mono and resample, which the reference implementations use: N is rounded up.
     """
-    _check_form(clip)
+    _check_form(clip, field)
     samples = clip.samples if clip.samples.ndim == 1 else clip.samples.mean(0)
-    lasts_s, (shortest_s, longest_s) = len(samples) / clip.sample_rate_hz, reference_s
+    lasts_s, (shortest_s, longest_s) = len(samples) / clip.sample_rate_hz, clip_s
     if not shortest_s <= lasts_s <= longest_s:
         raise RequestError(
-            "references",
-            f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible",
+            field,
+            f"{_noun(field)} lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible",
         )
     if not np.isfinite(samples).all():
-        raise RequestError("references", "the reference has samples that are not finite (NaN or infinite)")
+        raise RequestError(field, f"{_noun(field)} has samples that are not finite (NaN or infinite)")
     if np.abs(samples).max() < SILENT:
         raise RequestError(
-            "references",
-            f"the reference is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale",
+            field,
+            f"{_noun(field)} is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale",
         )
     if clip.sample_rate_hz == rate_hz:
         return samples
@@ -148,7 +151,11 @@ def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.
     return np.pad(samples, (0, wanted - len(samples)))
 
 
-def _check_form(clip: AudioClip) -> None:
+def _noun(field: str) -> str:
+    return "the reference" if field == REFERENCES else "the clip"
+
+
+def _check_form(clip: AudioClip, field: str) -> None:
     samples, rate_hz = clip.samples, clip.sample_rate_hz
     if (
         not isinstance(samples, np.ndarray)
@@ -162,11 +169,11 @@ def _check_form(clip: AudioClip) -> None:
             else type(samples).__name__
         )
         raise RequestError(
-            "references",
-            f"the reference's samples are {came}; a float32 array [N] or [channels, N] is needed",
+            field,
+            f"{_noun(field)}'s samples are {came}; a float32 array [N] or [channels, N] is needed",
         )
     if not isinstance(rate_hz, int) or not RATES_HZ[0] <= rate_hz <= RATES_HZ[1]:
         raise RequestError(
-            "references",
-            f"the reference's rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible",
+            field,
+            f"{_noun(field)}'s rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible",
         )

@@ -25,6 +25,7 @@ from zoo.nn import dac
 from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 CLIP = AudioClip(np.sin(np.arange(16000) ** 1.5 / 30).astype(np.float32) / 4, 16000)
+SILENT = AudioClip(np.zeros(16000, np.float32), 16000)
 ASKED = Request(text="Say hello! in a warm voice.", temperature=0.0, max_frames=12)
 
 
@@ -223,6 +224,11 @@ def test_hidden_tokens_of_an_answer_are_skipped_and_others_are_written():
     [
         ({"turns": (Turn("assistant", "Hello."),)}, "turns", "knows no earlier answers"),
         ({"turns": (Turn("user", "a"), Turn("system", "b"))}, "turns", "at most one system turn"),
+        (
+            {"text": "", "output": "text", "turns": (Turn("user", clip=SILENT),)},
+            "turns",
+            "the clip is silent",
+        ),
         ({"references": (Reference(CLIP, "Hm."),)}, "references", "describe the voice in the text"),
         ({"instructions": "slowly"}, "instructions", "say in the text itself"),
         ({"voice": "alloy"}, "voice", "describe the voice"),

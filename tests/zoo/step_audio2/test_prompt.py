@@ -124,12 +124,13 @@ def test_a_turn_cannot_contain_a_special_token(model):
         ((Turn("user", "Hm."), Turn("assistant", None, CLIP)), "Again.", "reads only its text"),
         ((Turn("user", " "),), "", "neither text nor audio"),
         ((Turn("user", "Hm."), Turn("assistant", tokens=(10**6,))), "Again.", "not this model's"),
-        ((Turn("user", None, AudioClip(np.zeros(16_000, np.float32), 16_000)),), "", "silent"),
+        ((Turn("user", None, AudioClip(np.zeros(16_000, np.float32), 16_000)),), "", "the clip is silent"),
     ],
 )
 def test_other_conversations_are_refused(model, turns, text, message):
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=message) as refused:
         model.prompt(asked(text, *turns))
+    assert refused.value.param in ("turns", "text")
 
 
 def test_rows_of_clips_have_keys_of_their_own(model):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from zoo.request import AudioClip
+from zoo.request import AudioClip, RequestError
 from zoo.voices.references import References, content, mono
 
 LIMITS_S = (0.05, 2.0)
@@ -85,6 +85,9 @@ def test_audio_that_cannot_be_a_reference_is_refused(samples, rate_hz, message):
     with pytest.raises(ValueError, match=message) as refused:
         made(samples, rate_hz)
     assert refused.value.param == "references"
+    with pytest.raises(RequestError, match=message.replace("the reference", "the clip")) as refused:
+        mono(AudioClip(samples, rate_hz), 24000, LIMITS_S, "turns")
+    assert refused.value.param == "turns" and str(refused.value).startswith("the clip")
 
 
 def test_a_clips_name_depends_on_its_content():
