@@ -185,7 +185,8 @@ def _check_references(request: Request, spec: Spec, name: str) -> None:
     ):
         raise RequestError("transcript", f"a transcript is needed: {name} reads the words of each reference")
     if not num and spec.modes == ("clone",):
-        raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
+        needed = f"a reference is needed: {name} clones the voice of a recording"
+        raise RequestError("references", f"{needed}{_instead(spec, 'references')}")
 
 
 def _check_clones(spec: Spec, name: str) -> None:

@@ -267,6 +267,8 @@ def test_references():
     check(Request(text="a"), replace(CLONES, modes=("voice", "clone")))
     both = replace(VOICES, modes=("voice", "clone"), reference_s=(0.1, 9.0))
     check(Request(text="a", references=(REFERENCE,)), both)  # the reference is the voice
+    hinted = replace(CLONES, hints={"references": "or move house"})
+    refused("references", "clones the voice of a recording; or move house$", spec=hinted)
 
 
 def test_a_request_has_one_voice():

@@ -52,16 +52,19 @@ TURBO_KEEPS = ("...", " - ", ";")
 ENDS = (".", "!", "?", "-", ",")
 WIDE_ENDS = ("、", "，", "。", "？", "！")  # noqa: RUF001 (of Chinese and Japanese)
 
+NO_VOICE = "or put the original's conds.pt into the model's directory"
 HINTS = {
     "voice": "or give a reference",
     "instructions": "use exaggeration, or tags in the text such as [laughter]",
     "language": "use Chatterbox Multilingual for other languages than English",
+    "references": NO_VOICE,
     "watermark": watermark.HINT,
 }
 TURBO_HINTS = {
     "voice": "or give a reference",
     "instructions": "use tags in the text such as [laugh]",
     "language": "use Chatterbox Multilingual for other languages than English",
+    "references": NO_VOICE,
     "exaggeration": "this option belongs to Chatterbox and Chatterbox Multilingual",
     "cfg_weight": "Chatterbox Turbo runs without guidance",
     "watermark": watermark.HINT,

@@ -67,7 +67,8 @@ def load(
     loading.load_file(speaker, campplus(), files.open_speaker(folder), device, fp32)
     writer = PromptWriter(vocabulary, Ear(published.listener.eval(), device), config.lm.max_positions)
     cloner = voices.Cloner(tokenizer.eval(), speaker.eval(), device)
-    family = StepAudio2(config, spec, published, flow, vocoder, writer, cloner, voices.find(directory))
+    own = {name: voices.read(path) for name, path in voices.find(directory).items()}
+    family = StepAudio2(config, spec, published, flow, vocoder, writer, cloner, own)
     return family.eval().requires_grad_(False)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +33,8 @@ from zoo.nn.s3.cells import rendered
 from zoo.nn.s3.hift import Vocoder
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.sampling import draw, gumbel, penalise
-from zoo.request import Request, RequestError
-from zoo.step_audio2 import thought, voices
+from zoo.request import AudioClip, Request, RequestError
+from zoo.step_audio2 import thought
 from zoo.step_audio2.config import Config
 from zoo.step_audio2.flow import Flow
 from zoo.step_audio2.listener import PACKAGES
@@ -116,7 +115,7 @@ class StepAudio2(Family[VoiceState]):
         vocoder: Vocoder,
         writer: PromptWriter,
         cloner: Cloner,
-        voices: dict[str, Path],
+        voices: dict[str, AudioClip],
     ):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
@@ -195,14 +194,8 @@ class StepAudio2(Family[VoiceState]):
         """Return the flow's past behind the voice of a request. Raises RequestError."""
         if request.references:
             clip = request.references[0].clip
-        elif self.voices:
-            name = (request.voice or next(iter(self.voices))).lower()
-            clip = voices.read(self.voices[name])
         else:
-            where = f"put the original's {voices.FOLDER}/{voices.PATTERN} into the model's directory"
-            raise RequestError(
-                "references", f"a reference is needed: this checkpoint has no voice; or {where}"
-            )
+            clip = self.voices[(request.voice or next(iter(self.voices))).lower()]
         name_of_clip, voice = self.cloner(clip)
         return self.flow_prompts.get(name_of_clip, lambda: flow_prompt(self.flow, voice))
 

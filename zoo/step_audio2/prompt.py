@@ -61,6 +61,7 @@ OPTIONS = (
 HINTS = {
     "instructions": "say in a system turn how the answer shall sound",
     "language": "it answers in the language of the turn, Chinese or English",
+    "references": "or put the original's assets/default_*.wav into the model's directory",
 }
 
 

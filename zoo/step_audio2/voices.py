@@ -23,7 +23,7 @@ from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
 from zoo.nn.s3.sizes import LOOKAHEAD, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
-from zoo.request import AudioClip
+from zoo.request import AudioClip, recording_name
 from zoo.step_audio2.config import SPEECH_HZ
 from zoo.step_audio2.flow import Flow
 from zoo.step_audio2.past import MAX_PROMPT, Past, PromptCell
@@ -71,12 +71,13 @@ def find(directory: Path) -> dict[str, Path]:
 
 
 def read(path: Path) -> AudioClip:
-    """Return the clip of a default voice. Raises ValueError."""
+    """Return the clip of a default voice, which is named so that it is not hashed again. Raises ValueError."""
     try:
         samples, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return AudioClip(samples.T.copy(), rate_hz)
+    channels = samples.T.copy()
+    return AudioClip(channels, rate_hz, name=recording_name(channels, rate_hz))
 
 
 class Cloner:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import directory
+from models import directory, family
 from mutations import mutations
 
 import zoo
 from zoo.checkpoint.loading import published, weight_normed
 from zoo.checkpoint.tensor_files import open_file
 from zoo.checkpoint.yaml_files import read_yaml
+from zoo.request import recording_name
 from zoo.step_audio2 import build, claims, demo, describe, survey, weights
 from zoo.step_audio2.config import FOLDER, YAML, Config
 from zoo.step_audio2.vocabulary import AUDIO_START, SPEECH_START, TOKENS, audio
@@ -43,6 +44,18 @@ def change(path: Path, block: str, **values: object) -> None:
     content = json.loads(path.read_text())
     content[block] |= values
     path.write_text(json.dumps(content))
+
+
+def test_a_damaged_default_voice_is_found_when_the_model_is_loaded(copy):
+    (copy / "assets" / "default_female.wav").write_bytes(b"RIFF")
+    assert "default_female.wav cannot be read" in refusal(copy)
+
+
+def test_default_voices_are_read_and_named_once():
+    voices = family(NAME).voices
+    assert [clip.name for clip in voices.values()] == [
+        recording_name(clip.samples, clip.sample_rate_hz) for clip in voices.values()
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -117,9 +119,10 @@ def test_voices_differ_and_a_reference_is_one():
 def test_without_a_voice_only_text_is_possible(monkeypatch):
     model = family(NAME)
     monkeypatch.setattr(model, "voices", {})
+    monkeypatch.setattr(model, "spec", replace(model.spec, voices=(), modes=("clone",)))
     model.prompt(Request(text="Hm?", output="text"))
-    with pytest.raises(RequestError, match="assets/default_"):
-        model._voice(Request(text="Hm?"))
+    with pytest.raises(RequestError, match=r"a reference is needed.*; or put the original's assets/default_"):
+        model.prompt(Request(text="Hm?"))
 
 
 def test_only_ten_seconds_of_a_voice_are_read():
