@@ -83,7 +83,7 @@ class Option:
 class AudioClip:
     """Recorded audio: float32 samples [N] (mono) or [C, N], not normalized (full scale is 1).
 
-    kept_in: the directory in which encodings of the clip are stored (zoo/encoded_files.py); None: they are
+    kept_in: the directory in which encodings of the clip are stored (zoo/voices/encoded_files.py); None: they are
     kept in memory only. name: identifies the samples (`recording_name`); None: it follows from them.
     """
 
@@ -210,8 +210,8 @@ class Request:
     turns: the earlier turns of a conversation, for models that listen.
     conversation: names a conversation, so that its next turn finds this one in the KV cache.
     is_open: more text is fed while the model speaks (`Engine.feed`).
-    split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
-    normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
+    split_text: a text that is too long for one pass is split into pieces (zoo/text/pieces.py).
+    normalize: numbers, dates and amounts are written out as words first (zoo/text/normalize.py).
     sentence_gap_s: seconds of silence between sentences, each of which is then spoken in a pass of its own; None
     or 0: the text is cut by its length alone, without silence.
     stop: strings before which an answer ends, for models that answer.

@@ -137,7 +137,7 @@ class Family(nn.Module, ABC, Generic[S]):
         raise AssertionError(f"{self.spec.family} does not share turns")
 
     def answer_tokens(self, frames: Tensor, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of an answer, which are also the prefix keys of the positions behind its prompt. frames
+        """Return the tokens of an answer, which are also the prefix keys of the positions after its prompt. frames
         [F, *frame], on the CPU; steps: of each step its text token, or -1 if it made a frame. A step gives one
         token. Only for families whose spec has `keeps_answers`."""
         raise AssertionError(f"{self.spec.family} does not keep answers")

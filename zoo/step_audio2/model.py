@@ -58,8 +58,8 @@ class VoiceState(State):
     - token, the last one drawn; last_step, at which the answer ends; seen [S+1, V], the tokens of prompt and answer; and
       the sampling values
     - is_silent: codes are not spoken, because the answer is text
-    - thought: how much of the end of a thought is spelled; as much as there is without one. closing: how many of the
-      tokens behind a thought are still to come
+    - thought: how many bytes of `</think>` were written; all of them if the request has no thought. closing: how many
+      of the tokens after a thought are still to come
     - speaker and num_prompt, of the voice; num_rendered, codes; the flow's past
     - the vocoder's past: its rows, the phases, and the number of samples that were given out
     """

@@ -19,8 +19,8 @@ END = THOUGHT_END.encode()
 
 
 def automaton() -> np.ndarray:
-    """Return how many bytes of the end are spelled behind each byte, by how many were before [len + 1, 256]. All of them
-    stay all."""
+    """Return the automaton [len + 1, 256]: bytes of `</think>` matched so far, and the next byte -> bytes matched
+    then. A full match stays full."""
     after = np.zeros((len(END) + 1, 256), np.int64)
     for spelled in range(len(END)):
         for byte in range(256):

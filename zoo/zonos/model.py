@@ -232,7 +232,7 @@ class Zonos(Family[ZonosState]):
 def penalise_recent(logits: Tensor, recent: tuple[Tensor, ...], penalty: Tensor) -> Tensor:
     """Make the codes of recent columns less likely, once for each column that has them.
 
-    logits [B, K, V], each column [B, K], penalty [B]. Ids that the heads do not know count nowhere.
+    logits [B, K, V], each column [B, K], penalty [B]. Ids outside the head's vocabulary are ignored.
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     factor = torch.ones_like(logits)
