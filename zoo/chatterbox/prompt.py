@@ -193,4 +193,4 @@ class PromptWriter:
 
 
 def languages(config: Config) -> tuple[str, ...]:
-    return ("auto", *LANGUAGES) if config.kind == "multilingual" else ()
+    return ("auto", *(LANGUAGES if config.kind == "multilingual" else ("english",)))

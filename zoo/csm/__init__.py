@@ -83,6 +83,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         max_positions=config.max_positions,
         window=WINDOW,
         voices=(VOICE,),
+        languages=("auto", "english"),
         modes=("voice", "clone"),
         reference_s=REFERENCE_S,
         max_references=MAX_REFERENCES,

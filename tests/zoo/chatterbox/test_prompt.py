@@ -49,6 +49,15 @@ def test_tags_are_single_tokens():
     assert laugh in turbo("ha [laugh] ha")
 
 
+@pytest.mark.parametrize("size", ["tiny", "tiny-turbo"])
+def test_english_may_be_named_to_a_model_of_english(size):
+    model = family("chatterbox", size=size)
+    plain, named = (next(model.passes(Request(text="Hm.", language=name))) for name in (None, "en"))
+    assert named.prefix_keys == plain.prefix_keys
+    with pytest.raises(RequestError, match="possible: auto, english; use Chatterbox Multilingual"):
+        model.prompt(Request(text="Hm.", language="french"))
+
+
 def test_a_language_is_a_tag_before_the_text():
     tag = family("chatterbox", size="tiny-multilingual").writer.tokenize.special["[fr]"]
     assert ids("tiny-multilingual", "Où", language="fr")[1] == tag

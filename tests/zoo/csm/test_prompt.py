@@ -67,6 +67,12 @@ def test_a_client_cannot_write_special_tokens():
     assert max(only[1:-1].tolist()) < family("csm").writer.tokenize.special["<|begin_of_text|>"]
 
 
+def test_english_may_be_named():
+    plain, named = (next(family("csm").passes(Request(text="Hi.", language=name))) for name in (None, "en"))
+    assert named.prefix_keys == plain.prefix_keys
+    refused("possible: auto, english; it was trained on English", language="french")
+
+
 def test_what_is_no_segment_is_refused():
     refused("speakers are numbers", references=(Reference(clip(), "Hm.", "anna"),))
     refused("a transcript is needed", references=(Reference(clip()),))
