@@ -9,8 +9,8 @@ from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import soxr
 
+from zoo.nn.resample import by_soxr
 from zoo.request import AudioClip, RequestError, recording_name
 
 RATES_HZ = (8_000, 192_000)
@@ -144,11 +144,7 @@ def mono(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float], field: str 
             field,
             f"{_noun(field)} is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale",
         )
-    if clip.sample_rate_hz == rate_hz:
-        return samples
-    wanted = -(-len(samples) * rate_hz // clip.sample_rate_hz)
-    samples = soxr.resample(samples, clip.sample_rate_hz, rate_hz, quality="HQ")[:wanted]
-    return np.pad(samples, (0, wanted - len(samples)))
+    return samples if clip.sample_rate_hz == rate_hz else by_soxr(samples, clip.sample_rate_hz, rate_hz)
 
 
 def _noun(field: str) -> str:

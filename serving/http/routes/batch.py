@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from litestar import post
@@ -151,7 +152,8 @@ class Batch:
             await asyncio.sleep(RETRY_S)
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True)
+class Prepared:
     """An item that has passed its checks. make: returns it anew, because an answer can be made only once."""
 
     index: int

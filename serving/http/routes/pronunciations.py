@@ -18,7 +18,7 @@ NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 
 
 @get("/v1/audio/pronunciations", responses=REFUSALS)
-async def list_pronunciations(server: Server) -> PronunciationList:
+async def list_pronunciations(server: Server) -> Response[PronunciationList]:
     """List the pronunciations that were uploaded, but not those of the server's own file."""
     return listed(PronunciationList(server.dictionary.uploaded), server)
 
@@ -30,7 +30,7 @@ async def pronunciations_options() -> Response[None]:
 
 
 @put("/v1/audio/pronunciations", responses={400: WRONG, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})
-async def replace_pronunciations(data: PronunciationList, server: Server) -> PronunciationList:
+async def replace_pronunciations(data: PronunciationList, server: Server) -> Response[PronunciationList]:
     """Replace the uploaded pronunciations. They hold for all requests that begin from now on, and stay when the
     server is started again. An empty list removes them."""
     answer = listed(data, server)  # first, because it may be refused
@@ -39,6 +39,6 @@ async def replace_pronunciations(data: PronunciationList, server: Server) -> Pro
     return answer
 
 
-def listed(entries: PronunciationList, server: Server) -> PronunciationList:
+def listed(entries: PronunciationList, server: Server) -> Response[PronunciationList]:
     """Return a list, which may have megabytes, as an answer. Raises the refusal."""
-    return held_body(msgspec.json.encode(entries), "application/json", server.memory)  # type: ignore[return-value]
+    return held_body(msgspec.json.encode(entries), "application/json", server.memory)
