@@ -194,7 +194,7 @@ def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
 
 
 def test_a_next_pass_that_cannot_be_made_ends_the_answer_as_a_failure(monkeypatch):
-    def passes(self, request, said):
+    def passes(self, request):
         frames = yield replace_final(self._pass(request, {}, b"a" * 30, is_final=False))
         raise RequestError("text", f"no more after {len(frames)} frames")
 
