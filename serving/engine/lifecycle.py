@@ -203,7 +203,7 @@ class Lifecycle:
         for queued, full in self.intake.late():
             job = self.intake.known.get(queued.id)
             with self.inbox.lock:
-                # Meanwhile its client may have left, or its prompt is built, and its job comes with the next news.
+                # Its client may have left meanwhile. If its prompt is built, its job comes with the news.
                 is_in_line = queued.model.queue.requests.get(queued.id) is queued
                 if not is_in_line or (job is None and queued.is_made):
                     continue
