@@ -152,8 +152,7 @@ class Speech:
                 try:
                     goes_on = await self.take(message, send)
                 except AlignerFailed as error:
-                    failed = protocol.Failed(self.id, str(error), 503, "aligner_failed")
-                    await self.fail(self.failure(failed), send)
+                    await self.fail(protocol.Failed(self.id, str(error), 503, "aligner_failed"), send)
                     break
                 if not goes_on:
                     break
@@ -231,11 +230,10 @@ class Speech:
                 self.replicas = replicas
                 await self.finish(message, send)
             case protocol.Rejected():  # a model on demand has told of its loading before
-                error = self.refused(message)
-                await self.fail(error, send, outcome_of(error))
+                await self.fail(message, send)
             case protocol.Failed(replicas=replicas):
                 self.replicas = replicas
-                await self.fail(self.failure(message), send)
+                await self.fail(message, send)
         await self.send_words(send)
         return isinstance(message, protocol.Loading | protocol.Audio | protocol.Text | protocol.Spoken)
 
@@ -322,15 +320,19 @@ class Speech:
             return "text/event-stream; charset=utf-8"
         return encode.FORMATS[self.request.response_format].media_type
 
-    async def fail(self, error: HTTPException, send: Send, outcome: str = "failed") -> None:
-        """Raise an error if nothing was sent. Otherwise log it and leave the body incomplete, so that uvicorn
-        cuts the connection; events end with an `error` event instead."""
+    async def fail(self, failed: protocol.Failed | protocol.Rejected, send: Send) -> None:
+        """Raise the engine's error if nothing was sent. Otherwise log it and leave the body incomplete, so that
+        uvicorn cuts the connection; events end with an `error` event instead."""
         if not self.is_started:
-            raise error
-        found = error_of(error)
-        self.ended("no_audio" if found.code == "no_audio" else outcome, 200, error=found.message)
+            raise self.error_in(failed)  # no variable holds it, so its traceback makes no reference cycle
+        error = self.error_in(failed)
+        is_known = isinstance(failed, protocol.Rejected) or failed.code == "no_audio"
+        self.ended(outcome_of(error) if is_known else "failed", 200, error=failed.message)
         if self.is_sse:
-            await body(send, event(AudioError(found)), more=False)
+            await body(send, event(AudioError(error_of(error))), more=False)
+
+    def error_in(self, failed: protocol.Failed | protocol.Rejected) -> HTTPException:
+        return self.refused(failed) if isinstance(failed, protocol.Rejected) else self.failure(failed)
 
     def failure(self, failed: protocol.Failed) -> HTTPException:
         """Return an engine failure as an error answer."""
@@ -447,9 +449,9 @@ class PartOfSession(Speech):
     async def tell_loading(self, state: protocol.ModelState, send: Send) -> None:
         """A subclass may have an event for it."""
 
-    async def fail(self, error: HTTPException, send: Send, outcome: str = "failed") -> None:
-        """Raise the error: a session has no HTTP body to cut off."""
-        raise error
+    async def fail(self, failed: protocol.Failed | protocol.Rejected, send: Send) -> None:
+        """Raise the engine's error: a session has no HTTP body to cut off."""
+        raise self.error_in(failed)
 
     async def speak(self, send: Send) -> protocol.Finished:
         """Run the request to its end. Raises the refusal, Away."""
