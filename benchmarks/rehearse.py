@@ -132,9 +132,10 @@ def rehearse(
     weights: str = "published",
     is_largest_window: bool = False,
     depth: str = "layers",
+    uncompiled: Collection[str] = (),
 ) -> Rehearsal:
     """Run a model's parts on a pretended card. is_largest_window: renders have windows of the largest size
-    only."""
+    only; uncompiled: places of parts of a render that run as they are written."""
     path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
     log = Log(cache=L2(CARDS[card_name].L2_cache_size))
     with (
@@ -151,7 +152,7 @@ def rehearse(
                 fp8.round_weights(family)
             if depth == "whole":
                 frame_stack.join(family)
-            return Rehearsed(family, slots, CONTEXT, log, codec, is_largest_window, memory)
+            return Rehearsed(family, slots, CONTEXT, log, codec, is_largest_window, memory, uncompiled)
 
         runner = loaded(memory=2)
         family, spec = runner.family, runner.family.spec

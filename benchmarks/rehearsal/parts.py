@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.rehearsal.launches import Log, Recorder
 from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
-from compile_cache.strategy import Eager
+from compile_cache.strategy import Eager, Parts
 from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.page_table import INT
@@ -41,9 +41,15 @@ class Rehearsed(Runner):
         codec: str,
         is_largest_window: bool,
         memory: int = 1,
+        uncompiled: Collection[str] = (),
     ):
-        """memory: how many times the usual KV memory there is."""
+        """memory: how many times the usual KV memory there is; uncompiled: places of parts of a render that run as
+        they are written."""
         kv_memory_bytes = memory * usual_kv_bytes(family, max(slots))
+        render = family.strategy.gpu_render
+        if isinstance(render, Parts):
+            compiled = tuple(part for part in render.parts if part.place not in uncompiled)
+            family.strategy = replace(family.strategy, gpu_render=Parts(compiled))
         super().__init__(family, max(slots), Arena([family], kv_memory_bytes), codec=codec)
         self.context, self.log = context, log
         sizes = family.spec.window.sizes

@@ -16,15 +16,18 @@ pytest.importorskip("triton", reason="pip install -e .[rehearse]")
 from benchmarks.rehearse import rehearse
 from zoo.csm.demo import CONFIGS
 from zoo.kernels.triton_whole_stack import PHASES
+from zoo.nn.s3.parts import VOCODER
 
 pytestmark = pytest.mark.rehearse
 # What runs on each card, and how many slots. The graph of a render takes longest to compile.
 CARDS = {
     "h100": ((16, 64), ("step", "prefill", "render")),  # sm_90: all sizes share a graph
-    "4090": ((1,), ("step", "prefill")),  # sm_89
+    "4090": ((1,), ("step",)),  # sm_89
 }
+# These families have CosyVoice 2's vocoder, whose graph takes more than two minutes.
+WITHOUT_VOCODER = dict.fromkeys(("chatterbox", "glm4_voice", "step_audio2"), (VOCODER.place,))
 KINDS = ("triton", "extern", "recorded", "eager")
-# Launches of a tiny model's step, by kind (see launches.Launch). Write lower counts down when they fall.
+# Launches of a tiny model's step, by card and kind (see launches.Launch). Write lower counts down when they fall.
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
 
 
@@ -34,7 +37,10 @@ def test_a_model_runs_without_waits_in_few_launches_whose_kernels_build(
     name: str, card: str, tmp_path: Path
 ) -> None:
     slots, wanted = CARDS[card]
-    result = rehearse(name, "tiny", card, slots, tmp_path, parts=wanted, is_largest_window=True)
+    uncompiled = WITHOUT_VOCODER.get(name, ())
+    result = rehearse(
+        name, "tiny", card, slots, tmp_path, parts=wanted, is_largest_window=True, uncompiled=uncompiled
+    )
     assert result.breaks == {} and result.graphs == result.num_lowered > 0
     assert result.graphs_again == 0
     assert result.built is not None and result.built.failed == {} and result.built.num_kernels > 0
@@ -42,8 +48,9 @@ def test_a_model_runs_without_waits_in_few_launches_whose_kernels_build(
     assert [part for part in result.parts if part.waits or part.copies] == []
     step = [part for part in result.parts if part.name == "step"][-1]
     counted = {kind: step.num(kind) for kind in KINDS}
-    over = {kind: num for kind, num in counted.items() if num > BUDGET[name][kind]}
-    assert not over, f"{over} launches, but the budget is {BUDGET[name]}"
+    budget = BUDGET[name][card]
+    over = {kind: num for kind, num in counted.items() if num > budget[kind]}
+    assert not over, f"{over} launches, but the budget is {budget}"
 
 
 def test_a_whole_code_predictor_has_one_launch_a_pass(tmp_path: Path) -> None:
