@@ -22,7 +22,8 @@ word before each; a turn with a clip alone is "talk 3". The answer has two token
 
 A request for a transcript, for TRANSCRIBER, gets "Guten Morgen.", a part at a time.
 
-If a request's text is fed, each word of it gives one frame, and the end of the text ends the request.
+If a request's text is fed, each word of it gives one frame, and the end of the text ends the request. A fed text that
+begins with "long" fails before any audio, because it has no room; one that is not fed is spoken without this word.
 
 As a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) this is an engine process for the supervisor.
 "die" kills the process, "refuse" stands for a model that cannot be loaded, and "crash" for a crash while
@@ -273,6 +274,9 @@ class FakeEngine:
 
     def feed(self, writer: asyncio.StreamWriter, id: str, text: str, is_last: bool) -> None:
         texts = self.fed.setdefault(id, [])
+        if text.startswith("long"):
+            writer.write(protocol.pack(protocol.Failed(id, "text has no room", 400, "cannot_continue")))
+            return
         before = len("".join(texts).split())
         texts.append(text)
         count = len("".join(texts).split())
@@ -285,6 +289,8 @@ class FakeEngine:
         def send(message: protocol.Message) -> None:
             writer.write(protocol.pack(message))
 
+        if words[:1] == ["long"]:
+            del words[0]
         if not words:
             return send(protocol.Rejected(id, "text is empty", "text"))
         if words[0] == "reject":

@@ -87,6 +87,16 @@ def test_settings_that_the_model_refuses_with_tokens_fall_back_to_sentences(serv
         assert client.error()["param"] == "split_granularity"
 
 
+def test_text_that_has_no_room_without_a_sentence_end_falls_back_to_sentences(server):
+    with session(server) as client:
+        client.configure(model="feeder")
+        client.say("long frames 2 of this. frames 1")
+        assert client.heard()[1] == frames(2) + frames(1)
+        client.configure(model="feeder", split_granularity="token")
+        client.say("long frames 2 of this.")
+        assert client.error(2)["code"] == "cannot_continue"
+
+
 def silence(length_s):
     return bytes(2 * round(length_s * RATE_HZ))
 
