@@ -20,25 +20,13 @@ from zoo.checkpoint.tensor_files import Header, open_file
 from zoo.nn import mimi_encoder
 from zoo.nn.mimi import MimiConfig
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "csm"
 REFERENCE_S = (0.1, 120.0)  # the model has positions for 163 s of speech and text
 MAX_REFERENCES = 16
 DECODER_ONLY = ("decoder", "upsample")  # how the names begin that an encoder does not need
-
-
-@dataclass(frozen=True)
-class EncodedReference:
-    codes: Tensor  # [F, K] on the CPU
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes
 
 
 @dataclass(frozen=True)
@@ -95,16 +83,16 @@ class Cloner:
     def __init__(self, encoder: Encoder, codec: nn.Module):
         """codec: identifies the encoder's weights."""
         self.encoder = encoder
-        self.references: References[EncodedReference] = References()
+        self.references: References[Codes] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (encoder.config, encoder.rate_hz), codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Raises ValueError (`param` "references") for unusable audio."""
         name = content(clip)
-        file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
+        file = self.files.of(clip, name, lambda tensors: Codes(**tensors))
         return self.references.get(name, lambda: self._encode(clip), file).codes
 
-    def _encode(self, clip: AudioClip) -> EncodedReference:
+    def _encode(self, clip: AudioClip) -> Codes:
         samples = torch.tensor(mono(clip, self.encoder.rate_hz, REFERENCE_S))  # [N]
         samples = F.pad(samples, (0, -len(samples) % self.encoder.config.frame_samples))
-        return EncodedReference(self.encoder(samples))
+        return Codes(self.encoder(samples))

@@ -6,15 +6,13 @@ fp32, and cached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import SAMPLE_RATE_HZ
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "fish_s2"
@@ -22,34 +20,22 @@ REFERENCE_S = (0.1, 60.0)  # the model card advises 10 to 30 s
 MAX_REFERENCES = 8
 
 
-@dataclass(frozen=True)
-class EncodedReference:
-    codes: Tensor  # [F, K] on the CPU
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes
-
-
 class Cloner:
     """Encodes an AudioClip to codes [F, K] on the CPU. Thread-safe."""
 
     def __init__(self, codec: Codec, device: torch.device):
         self.codec, self.device = codec, device
-        self.references: References[EncodedReference] = References()
+        self.references: References[Codes] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (), codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Return the clip's codes, from the cache if possible. Raises ValueError (`param` "references") for
         unusable audio."""
         name = content(clip)
-        file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
+        file = self.files.of(clip, name, lambda tensors: Codes(**tensors))
         return self.references.get(name, lambda: self._encode(clip), file).codes
 
     @torch.inference_mode()
-    def _encode(self, clip: AudioClip) -> EncodedReference:
+    def _encode(self, clip: AudioClip) -> Codes:
         samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
-        return EncodedReference(self.codec.encode(samples)[0].cpu())
+        return Codes(self.codec.encode(samples)[0].cpu())

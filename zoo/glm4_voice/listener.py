@@ -9,8 +9,6 @@ Source: THUDM/GLM-4-Voice at eb00ce9, speech_tokenizer/modeling_whisper.py and u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +17,7 @@ from zoo.glm4_voice.config import MEL_HOP, PIECE_SAMPLES, SPEECH_HZ, TOKEN_SAMPL
 from zoo.nn.resample import resampled
 from zoo.nn.s3.tokenizer import WhisperMel
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import Codes
 from zoo.voices.references import References, content, first_channel
 
 CLIP_S = (0.01, 300.0)
@@ -93,26 +92,17 @@ def unread(config: ListenerConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-@dataclass(frozen=True)
-class Heard:
-    codes: Tensor  # [N] on the CPU
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes
-
-
 class Ear:
     """AudioClip -> codes [N] on the CPU. May be called from several threads."""
 
     def __init__(self, listener: Listener, device: torch.device):
         self.listener, self.device = listener, device
         self.mel = WhisperMel(listener.config.mels, device)
-        self.heard: References[Heard] = References()
+        self.heard: References[Codes] = References()
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Raises RequestError (`param` "turns") for unusable audio."""
-        return self.heard.get(content(clip, field="turns"), lambda: Heard(self.encode(clip))).codes
+        return self.heard.get(content(clip, field="turns"), lambda: Codes(self.encode(clip))).codes
 
     @torch.inference_mode()
     def encode(self, clip: AudioClip) -> Tensor:

@@ -24,7 +24,7 @@ from zoo.opuslm.config import BOOKS, SAMPLE_RATE_HZ
 from zoo.opuslm.encoder import Encoder, nearest, quantized
 from zoo.opuslm.xeus import Xeus
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "opuslm"
@@ -86,31 +86,19 @@ class Encoders(nn.Module):
         self.register_buffer("centers", centers.to(self.xeus.norm.weight.device), persistent=True)
 
 
-@dataclass(frozen=True)
-class Heard:
-    codes: Tensor  # [F, 9] on the CPU
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes
-
-
 class Ear:
     """AudioClip -> codes [F, 9] on the CPU. May be called from several threads."""
 
     def __init__(self, encoders: Encoders, tables: nn.ModuleList, device: torch.device):
         self.encoders, self.tables, self.device = encoders, tables, device
-        self.heard: References[Heard] = References()
+        self.heard: References[Codes] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, BOOKS, encoders, tables))
 
     def __call__(self, clip: AudioClip, field: str = "references") -> Tensor:
         """field: of the request, for errors. Raises RequestError for audio that cannot be encoded."""
         name = content(clip, field=field)
-        file = self.files.of(clip, name, lambda tensors: Heard(tensors["codes"]))
-        return self.heard.get(name, lambda: Heard(self._encode(clip, field)), file).codes
+        file = self.files.of(clip, name, lambda tensors: Codes(**tensors))
+        return self.heard.get(name, lambda: Codes(self._encode(clip, field)), file).codes
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip, field: str) -> Tensor:

@@ -6,8 +6,6 @@ They are encoded once, in fp32, and kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,24 +13,12 @@ from torch.nn import functional as F
 from zoo.orpheus.config import SAMPLE_RATE_HZ, SnacConfig
 from zoo.orpheus.snac import Snac
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "orpheus"
 REFERENCE_S = (0.1, 30.0)  # 30 s are 2,461 of 8,192 positions
 MAX_REFERENCES = 4
-
-
-@dataclass(frozen=True)
-class EncodedReference:
-    codes: Tensor  # [F, 7] on the CPU
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes
 
 
 class Cloner:
@@ -42,17 +28,17 @@ class Cloner:
         self.config = config
         self.codec = codec
         self.device = device
-        self.references: References[EncodedReference] = References()
+        self.references: References[Codes] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, config, codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Raises ValueError (`param` "references") for audio that is not a reference."""
         name = content(clip)
-        file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
+        file = self.files.of(clip, name, lambda tensors: Codes(**tensors))
         return self.references.get(name, lambda: self._encode(clip), file).codes
 
     @torch.inference_mode()
-    def _encode(self, clip: AudioClip) -> EncodedReference:
+    def _encode(self, clip: AudioClip) -> Codes:
         samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
         samples = F.pad(samples, (0, -samples.shape[1] % self.config.frame_samples))
-        return EncodedReference(self.codec.encode(samples)[0].cpu())
+        return Codes(self.codec.encode(samples)[0].cpu())

@@ -42,6 +42,20 @@ class Encoded(Protocol):
     def tensors(self) -> dict[str, Tensor]: ...
 
 
+@dataclass(frozen=True)
+class Codes:
+    """What an encoder that makes codes alone has made of a recording."""
+
+    codes: Tensor  # [F] or [F, K] on the CPU
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes
+
+
 T = TypeVar("T", bound=Encoded)
 
 
