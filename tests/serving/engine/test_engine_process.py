@@ -336,20 +336,13 @@ def test_a_value_that_no_model_takes_is_named(bridge, engine, peer):
     ) and "max_frames is 0; from 1" in rejected.message
 
 
-def test_an_engine_that_stops_fails_its_requests(bridge, engine, peer):
+@pytest.mark.parametrize(("code", "status"), [("engine_stopped", 503), ("cannot_continue", 400)])
+def test_a_failure_has_the_status_of_its_code(bridge, engine, peer, code, status):
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
     until(lambda: "r" in engine.deliver)
-    engine.deliver["r"](Failed("the engine stopped", code="engine_stopped"))
-    assert peer.next() == protocol.Failed("r", "the engine stopped", 503, "engine_stopped")
-
-
-def test_text_without_room_is_the_client_s_mistake(bridge, engine, peer):
-    peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
-    until(lambda: "r" in engine.deliver)
-    engine.deliver["r"](Failed("at most 64 are possible", code="cannot_continue"))
-    assert peer.next() == protocol.Failed("r", "at most 64 are possible", 400, "cannot_continue")
+    engine.deliver["r"](Failed("why", code=code))
+    assert peer.next() == protocol.Failed("r", "why", status, code)
 
 
 def test_what_a_model_takes_is_described():

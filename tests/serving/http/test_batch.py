@@ -112,14 +112,20 @@ def test_a_recording_in_an_item_is_its_voice(server):
     assert said(result) == frame(0) and reference.transcript == "Hm."
 
 
-def test_items_decode_a_recording_that_they_share_once(server, monkeypatch):
-    decoded, decode_now = [], Decoders.decode
+@pytest.fixture
+def decoded(monkeypatch):
+    """The recordings that are decoded during a test."""
+    found, decode_now = [], Decoders.decode
 
-    async def counted(self, data, max_s):
-        decoded.append(data)
+    async def noted(self, data, max_s):
+        found.append(data)
         return await decode_now(self, data, max_s)
 
-    monkeypatch.setattr(Decoders, "decode", counted)
+    monkeypatch.setattr(Decoders, "decode", noted)
+    return found
+
+
+def test_items_decode_a_recording_that_they_share_once(server, decoded):
     file = recording()  # once: it holds the second at which it was made
     audio = base64.b64encode(file).decode()
     results = ask(server, *[{"input": "frames 1"}] * MAX_BATCH, model="cloner", ref_audio=audio)
@@ -185,14 +191,7 @@ def test_each_try_of_an_item_waits_for_its_first_audio(tmp_path, monkeypatch):
         assert said(result) == frame(0) and len(server.engine.asked) == 2
 
 
-def test_the_recording_of_a_refused_item_is_not_decoded(server, monkeypatch):
-    decoded, decode_now = [], Decoders.decode
-
-    async def counted(self, data, max_s):
-        decoded.append(data)
-        return await decode_now(self, data, max_s)
-
-    monkeypatch.setattr(Decoders, "decode", counted)
+def test_the_recording_of_a_refused_item_is_not_decoded(server, decoded):
     audio = base64.b64encode(recording()).decode()
     wrong = {"response_format": "opus", "sample_rate": 11025, "model": "cloner", "ref_audio": audio}
     results = ask(server, {"input": "frames 1", **wrong}, {"input": "tone 25"})
