@@ -3,7 +3,6 @@ server-sent events. Text is the transcript of the audio, or the content if no au
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -28,7 +27,7 @@ from serving.http.schemas import (
     Voice,
 )
 from serving.http.server import Server
-from serving.http.speech import ENCODING, Speech, body
+from serving.http.speech import Speech, body
 from serving.http.tools import Calls, in_openais_form, written
 from serving.http.voice_choice import VoiceChoice
 
@@ -270,21 +269,13 @@ class Chat(Speech):
         return self.created + int(ANSWER_S)
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
-        self.finished, self.num_frames = finished, finished.frames
         if self.wants_audio and finished.answer.tokens:
             self.server.answers.keep(self.audio_id, self.model.id, Answer.of(finished.answer))
         if self.calls is not None:
             await self._take_text(self.calls.rest(), send)
-        if self.request.stream:
-            await self._finish_stream(finished, send)
-        else:
-            answer = await asyncio.get_running_loop().run_in_executor(ENCODING, self._object, finished)
-            await self.start(send, num_bytes=len(answer))
-            await body(send, answer, more=False)
-        if not self.has_left:
-            self.ended(finished.reason, 200)
+        await super().finish(finished, send)
 
-    async def _finish_stream(self, finished: protocol.Finished, send: Send) -> None:
+    async def finish_stream(self, finished: protocol.Finished, send: Send) -> None:
         if self.wants_audio:
             await self.send_audio(send, await self.encode(self.encoder.finish))
             await self.send_delta(send, {"audio": {"expires_at": self.expires_at}})
@@ -295,8 +286,7 @@ class Chat(Speech):
             await self._send_chunk(send, {"choices": [], "usage": usage_of(finished)})
         await body(send, b"data: [DONE]\n\n", more=False)
 
-    def _object(self, finished: protocol.Finished) -> bytes:
-        """Return the JSON of the whole answer."""
+    def whole(self, finished: protocol.Finished) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.wants_audio:
             data = base64.b64encode(self.file()).decode()

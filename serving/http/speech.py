@@ -286,19 +286,26 @@ class Speech:
             self.memory.resize(max(self.memory.num, self.whole_bytes(len(self.pcm))))
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
-        self.finished = finished
-        self.num_frames = finished.frames
+        """Send the rest of the answer, or all of it if it is not streamed."""
+        self.finished, self.num_frames = finished, finished.frames
         if self.request.stream:
-            await self.send_audio(send, await self.encode(self.encoder.finish))
-            await self.send_last_words(send)
-            usage = Usage.of(finished)
-            last = event(AudioDone(usage, usage)) if self.is_sse else b""
+            await self.finish_stream(finished, send)
         else:
-            last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
-            await self.start(send, num_bytes=len(last))
-        await body(send, last, more=False)
+            whole = await asyncio.get_running_loop().run_in_executor(ENCODING, self.whole, finished)
+            await self.start(send, num_bytes=len(whole))
+            await body(send, whole, more=False)
         if not self.has_left:  # otherwise the client disconnected during the last send
             self.ended(finished.reason, 200)
+
+    async def finish_stream(self, finished: protocol.Finished, send: Send) -> None:
+        await self.send_audio(send, await self.encode(self.encoder.finish))
+        await self.send_last_words(send)
+        usage = Usage.of(finished)
+        await body(send, event(AudioDone(usage, usage)) if self.is_sse else b"", more=False)
+
+    def whole(self, finished: protocol.Finished) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        return self.file()
 
     def refused(self, rejected: protocol.Rejected) -> HTTPException:
         """Return the engine's rejection as a refusal, with the client's names for the fields."""

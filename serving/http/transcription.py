@@ -101,20 +101,12 @@ class Transcription(Speech):
             await self.start(send)
         await self.send_body(send, b"data: " + msgspec.json.encode(event) + b"\n\n")
 
-    async def finish(self, finished: protocol.Finished, send: Send) -> None:
-        self.finished = finished
-        if self.is_sse:
-            done = {"type": "transcript.text.done", "text": self.text.strip(), "usage": tokens_of(finished)}
-            await self._tell(send, done)
-            await body(send, b"", more=False)
-        else:
-            whole = self._whole(finished)
-            await self.start(send, num_bytes=len(whole))
-            await body(send, whole, more=False)
-        if not self.has_left:
-            self.ended(finished.reason, 200)
+    async def finish_stream(self, finished: protocol.Finished, send: Send) -> None:
+        done = {"type": "transcript.text.done", "text": self.text.strip(), "usage": tokens_of(finished)}
+        await self._tell(send, done)
+        await body(send, b"", more=False)
 
-    def _whole(self, finished: protocol.Finished) -> bytes:
+    def whole(self, finished: protocol.Finished) -> bytes:
         text = self.text.strip()
         if self.form == "text":
             return text.encode() + b"\n"

@@ -9,7 +9,6 @@ strict, with a warning. A field that has no meaning here is ignored, with a warn
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import re
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from serving.http.prepare import RESPONSES, prepared
 from serving.http.requests import ForgetfulRequest, request_of
 from serving.http.schemas import FIELDS
 from serving.http.server import REFUSALS, Server
-from serving.http.speech import ENCODING, Speech, body
+from serving.http.speech import Speech
 from serving.http.uploads import voice_list
 from serving.http.word_times import AudioWords
 from serving.protocol import Finished
@@ -129,15 +128,10 @@ class TimedFile(TimedStream):
         self.found.append(found)
 
     async def finish(self, finished: Finished, send: Send) -> None:
-        self.finished, self.num_frames = finished, finished.frames
         await self.send_last_words(send)
-        whole = await asyncio.get_running_loop().run_in_executor(ENCODING, self.whole)
-        await self.start(send, num_bytes=len(whole))
-        await body(send, whole, more=False)
-        if not self.has_left:
-            self.ended(finished.reason, 200)
+        await super().finish(finished, send)
 
-    def whole(self) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         found = joined(self.found)
         audio = base64.b64encode(self.file()).decode()
         return msgspec.json.encode(TimedAudio(audio, found.alignment, found.normalized_alignment))
