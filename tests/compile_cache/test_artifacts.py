@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -13,8 +14,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from compile_cache import store
+from compile_cache import artifacts, processor, store
 from compile_cache.artifacts import MANIFEST, opened
 from compile_cache.source import meaning
 
@@ -189,6 +191,39 @@ def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     store.export(root, tmp_path / "cache.tar")
     assert listed["files"].keys() == {"a/kernel.so", "step.saved"}
     assert list(tmp_path.glob("there/*")) == []
+
+
+# kinds of machines
+
+
+def target_of(monkeypatch: pytest.MonkeyPatch, **facts: str) -> str:
+    """Return the target on a processor of which the system says this."""
+    monkeypatch.setattr(processor, "facts", lambda: facts)
+    return artifacts.target("cpu")
+
+
+def test_code_is_kept_apart_by_the_instructions_that_compilers_use(monkeypatch):
+    """-march=native takes AVX512_BF16 where there is one. Elsewhere such code ends the process."""
+    plain = target_of(monkeypatch, flags="fpu avx2 avx512f")
+    assert plain == target_of(monkeypatch, flags="avx512f avx2 fpu constant_tsc md_clear")
+    assert plain != target_of(monkeypatch, flags="fpu avx2 avx512f avx512_bf16")
+    assert target_of(monkeypatch, Features="asimd") != target_of(monkeypatch, Features="asimd bf16")
+
+
+def test_code_for_a_cpu_is_kept_apart_from_code_for_the_gpu_of_its_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cpu, gpu = (artifacts.place("model", "1234", device).parent.name for device in ("cpu", "cuda"))
+    assert gpu == "sm_90" and cpu.startswith(platform.machine())
+
+
+def test_the_first_processor_is_described_as_the_system_does(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text("model name\t: A: 7\nflags\t\t: avx2 fpu\n\nmodel name\t: B\n")
+    monkeypatch.setattr(processor, "FACTS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "facts", processor.facts.__wrapped__)
+    assert (processor.model(), processor.instruction_sets()) == ("A: 7", ["avx2"])
+    monkeypatch.setattr(processor, "FACTS", tmp_path / "none")
+    assert processor.model() and processor.instruction_sets() == []
 
 
 # owners

@@ -60,7 +60,7 @@ def prepare_for_host(
     threads.set_num_threads(largest, is_compiled=compile)
     if device != "cpu":
         if weights == "fp8":
-            with artifacts.opened(artifacts.place("fp8", "choices")):
+            with artifacts.opened(artifacts.place("fp8", "choices", device)):
                 for family in families:
                     fp8.round_weights(family)
         if depth == "whole":
@@ -147,4 +147,4 @@ def cache_place(family: Family) -> Path:
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "kernels", here / "contract")
     # a configuration holds every number that the modules were made with
     facts = replace(family.spec, options=(), hints={}), family.strategy, vars(family).get("config")
-    return artifacts.place(family.spec.family, artifacts.digest(family, facts, code))
+    return artifacts.place(family.spec.family, artifacts.digest(family, facts, code), family.device.type)

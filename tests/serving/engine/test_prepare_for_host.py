@@ -82,7 +82,7 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
         prepare_for_host(fitted)
     place = cache_place(fitted)
     assert place.parents[2] == tmp_path / "compiled"
-    assert place.parent.name.endswith(torch.backends.cpu.get_cpu_capability().lower())
+    assert torch.backends.cpu.get_cpu_capability().lower() in place.parent.name
     assert isinstance(fitted.wide, PackedLinear)
     [kernels] = place.parent.glob("kernels-*")
     libraries = {file: file.stat().st_mtime_ns for file in kernels.rglob("*.so")}
