@@ -100,6 +100,7 @@ def take_in(root: Path, file: Path) -> list[Path]:
                 if damage(place) is not None:
                     remove(place)
                     seal(made)
+                    os.utime(made)  # otherwise `prune` takes it for as old as it was there
                     made.rename(place)
                     names.append(name)
     return names

@@ -173,6 +173,13 @@ def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     assert {path.name for path in there.iterdir()} == {"torch"}
 
 
+def test_an_imported_entry_counts_as_read_when_it_was_imported(place, tmp_path):
+    store.export(root_with(place, 100), tmp_path / "cache.tar")
+    there = tmp_path / "there" / "compiled"
+    store.take_in(there, tmp_path / "cache.tar")
+    assert store.prune(there) == [] and names(store.stored(there)) == ["model-100"]
+
+
 def test_an_export_leaves_the_remains_of_killed_processes_alone(place, tmp_path):
     root = root_with(place, 1)
     place.with_name(".model-2.making").mkdir()
