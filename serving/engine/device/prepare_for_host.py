@@ -137,7 +137,10 @@ def cached(family: Family) -> Iterator[Entry]:
     with artifacts.opened(cache_place(family)) as entry:
         yield entry
     if not entry.is_found:
-        store.prune(artifacts.root_directory())
+        try:
+            store.prune(artifacts.root_directory())
+        except OSError as error:  # another user's old entries are no reason not to serve
+            log.warning("old compiled code cannot be dropped", why=str(error))
 
 
 def cache_place(family: Family) -> Path:

@@ -192,3 +192,17 @@ def test_the_place_does_not_change_with_what_compiled_code_knows_nothing_of(tmp_
     code.write_text("# one\nx = 1\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert keep(Linear(3, 4), "facts", [code]) == place
+
+
+def test_a_new_entry_is_kept_where_old_ones_cannot_be_dropped(monkeypatch):
+    """They belong to another user, such as root."""
+
+    def refuse(root):
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr(module.store, "prune", refuse)
+    with structlog.testing.capture_logs() as lines, module.cached(family("toy")):
+        pass
+    assert ["Permission denied" in line["why"] for line in lines] == [True]
+    with module.cached(family("toy")) as entry:
+        assert entry.is_found
