@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import metrics
 import pytest
@@ -161,6 +162,19 @@ def test_files_that_the_image_copies_exist_and_are_not_ignored():
     assert copied == kept and all((ROOT / name).exists() for name in copied)
     cpu, cuda = re.findall(r"^FROM torch-\w+ AS \w+\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)
     assert re.sub("^#.*\n", "", cpu, flags=re.M).strip() == cuda.strip()
+
+
+def test_constraints_pin_every_direct_dependency():
+    """The packages of the extra parity are in an environment of their own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [named for extra, named in project["optional-dependencies"].items() if extra != "parity"]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    asked = {name_of(one) for named in (project["dependencies"], *extras) for one in named}
+    assert asked == {name_of(pin) for pin in pins}
+
+
+def name_of(requirement):
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
 
 
 def test_files_that_compose_mounts_exist():
