@@ -51,6 +51,7 @@ def exposed(tmp_path_factory):
     with Server(tmp_path_factory.mktemp("s")) as server:
         server.speak("frames 3")
         states = protocol.ModelStates({"fake": protocol.ModelState()})
+        server.app.state.server.metrics.add_key("anna")
         server.call(server.engine.tell, states)
         until(lambda: ("zoo_model_loaded", "fake") in metrics.samples(server))
         until(lambda: ("zoo_pages",) in metrics.samples(server))
