@@ -240,3 +240,15 @@ def test_options_of_the_files_are_options_of_the_command():
         for line in re.findall(r"^(?:ENTRYPOINT|ExecStart).*", (OPS / name).read_text(), re.M):
             named |= set(re.findall(r"--[a-z][\w-]+", line))
     assert named == {"--host", "--port"} and named <= known
+
+
+def test_the_unit_may_use_gpus_and_map_compiled_code():
+    settings = set(re.findall(r"^(\w+)=", (OPS / "zoo.service").read_text(), re.M))
+    assert "ProtectSystem" in settings
+    assert not settings & {
+        "MemoryDenyWriteExecute",
+        "PrivateDevices",
+        "ProtectClock",
+        "DeviceAllow",
+        "DevicePolicy",
+    }
