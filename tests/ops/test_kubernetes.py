@@ -102,6 +102,11 @@ def test_members_of_the_cluster_are_probed_where_they_answer_without_a_token(nam
         )
 
 
+def test_the_head_sends_no_statistics():
+    [container] = pods()["head"]["spec"]["containers"]
+    assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in container["env"]
+
+
 def test_gateways_join_the_cluster_with_flags_that_exist(monkeypatch):
     """They start no replicas of their own, and find the voices where the replicas do."""
     [container] = pods()["gateway"]["spec"]["containers"]
