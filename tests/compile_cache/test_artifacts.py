@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
 import platform
@@ -196,6 +197,11 @@ def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     manifest = place.with_name("model-1") / MANIFEST
     listed = json.loads(manifest.read_text())
     store.export(root, tmp_path / "cache.tar")
+    packed = gzip.compress((tmp_path / "cache.tar").read_bytes())
+    for damaged in (packed[:-50], packed[:90] + bytes(9) + packed[99:]):
+        (tmp_path / "cache.tar.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="is not an exported cache"):
+            store.take_in(tmp_path / "there", tmp_path / "cache.tar.gz")
     assert listed["files"].keys() == {"a/kernel.so", "step.saved"}
     assert list(tmp_path.glob("there/*")) == []
 
