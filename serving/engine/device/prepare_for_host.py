@@ -145,9 +145,9 @@ def cached(family: Family) -> Iterator[Entry]:
 
 def cache_place(family: Family) -> Path:
     """Return the place of the family's compiled code. Nothing in it depends on slots, on memory, on
-    threads, or on the models that it is served with."""
+    threads, on the name that it is served by, or on the models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "kernels", here / "contract")
     # a configuration holds every number that the modules were made with
-    facts = replace(family.spec, options=(), hints={}), family.strategy, vars(family).get("config")
+    facts = replace(family.spec, name="", options=(), hints={}), family.strategy, vars(family).get("config")
     return artifacts.place(family.spec.family, artifacts.digest(family, facts, code), family.device.type)

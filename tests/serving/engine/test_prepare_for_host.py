@@ -206,3 +206,10 @@ def test_a_new_entry_is_kept_where_old_ones_cannot_be_dropped(monkeypatch):
     assert ["Permission denied" in line["why"] for line in lines] == [True]
     with module.cached(family("toy")) as entry:
         assert entry.is_found
+
+
+def test_the_place_does_not_change_with_the_name_that_a_model_is_served_by(monkeypatch):
+    model = family("toy")
+    place = cache_place(model)
+    monkeypatch.setattr(model, "spec", replace(model.spec, name="model 'qwen'"))
+    assert cache_place(model) == place
