@@ -7,8 +7,8 @@
 
 The name covers everything that the code depends on: the model's tensors, dtype, settings and strategy, and
 the meaning of the source (comments have none). Inductor's own key omits some of this: AVX-512 code that is
-loaded on a machine without AVX-512 returns NaN, and an instruction that a processor lacks ends the process. An
-entry is checked against its manifest before it is run, and a damaged one is made again.
+loaded on a machine without AVX-512 returns NaN, and an instruction that a processor lacks ends the process.
+An entry is checked against its manifest before it is run, and a damaged one is made again.
 
 A process that can write to an entry can run code as any user who reads it. So only the owner has access, and
 what others own or may write is refused (ownership.py). An entry of a cache that can only be read is used from
@@ -69,8 +69,8 @@ def root_directory(root: str | Path | None = None) -> Path:
 
 
 def place(name: str, key: str, device: str = "cpu") -> Path:
-    """Return the path of an entry. name: for people who list the directory; key: from `digest`; device: the type
-    of the device that the code is for."""
+    """Return the path of an entry. name: for people who list the directory; key: from `digest`; device: the
+    type of the device that the code is for."""
     versions = f"torch-{torch.__version__}-python-{sys.version_info.major}.{sys.version_info.minor}"
     return root_directory() / versions / target(device) / f"{name}-{key}"
 

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 FACTS = Path("/proc/cpuinfo")
-# Compilers use these without being asked (-march=native). Other flags of an x86 processor change with the kernel.
+# Compilers use these without being asked (-march=native). Other flags of an x86 processor change with the
+# kernel.
 COMPILED_FOR = re.compile("sse|ssse|avx|amx|apx|fma|f16c|bmi|abm|popcnt|movbe|gfni|vaes|vpclmul|xop|tbm")
 
 

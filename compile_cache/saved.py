@@ -71,8 +71,8 @@ class Saved:
 
 
 def taken(entry: Entry, name: str, load: Callable[[Path], Any], make: Callable[[Path], Any]) -> Any:
-    """Return what a file of an entry holds. A file that is missing or useless is made and added; None if that is
-    impossible."""
+    """Return what a file of an entry holds. A file that is missing or useless is made and added. Returns None
+    if that is impossible."""
     file = entry.directory / name
     found = _tried(lambda: load(file), name) if entry.has(name) else None
     if found is not None:

@@ -72,8 +72,8 @@ class Lowered:
             self._render = dict.fromkeys(self._render, in_parts)
 
     def take_step(self, entry: Entry, batch: Batch) -> None:
-        """Load the saved step, which holds for every size, or compile it for such a batch and save it. If neither
-        is possible, each step is traced."""
+        """Load the saved step, which holds for every size, or compile it for such a batch and save it. If
+        neither is possible, each step is traced."""
         load = partial(saved.loaded, self.family.step)
         make = partial(saved.compiled, self.family.step, (self.state, batch))
         self._step = saved.taken(entry, "step.saved", load, make) or self._step
