@@ -1,13 +1,14 @@
 """Keep compiled code between processes. Each model has an entry: a directory that is complete or absent.
 
-    ROOT/compiled / torch-2.13.0-python-3.11 / avx512 / qwen3_tts-5f0c…           manifest.json, step.saved, libraries
-                                                        .qwen3_tts-5f0c….lock     held while it is read or made
-                                                        .qwen3_tts-5f0c….making   until it is complete
+    ROOT/compiled / torch-2.13.0-python-3.11 / x86_64-avx512-9d1e… /
+        qwen3_tts-5f0c…            manifest.json, step.saved, libraries
+        .qwen3_tts-5f0c….lock      held while it is read or made
+        .qwen3_tts-5f0c….making    until it is complete
 
 The name covers everything that the code depends on: the model's tensors, dtype, settings and strategy, and
 the meaning of the source (comments have none). Inductor's own key omits some of this: AVX-512 code that is
-loaded on a machine without AVX-512 returns NaN. An entry is checked against its manifest before it is run,
-and a damaged one is made again.
+loaded on a machine without AVX-512 returns NaN, and an instruction that a processor lacks ends the process.
+An entry is checked against its manifest before it is run, and a damaged one is made again.
 
 A process that can write to an entry can run code as any user who reads it. So only the owner has access, and
 what others own or may write is refused (ownership.py). An entry of a cache that can only be read is used from
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compile_cache import choices
+from compile_cache import choices, processor
 from compile_cache.ownership import make_levels, seal, stranger, stranger_above
 from compile_cache.source import meaning
 
@@ -67,18 +68,20 @@ def root_directory(root: str | Path | None = None) -> Path:
     return Path(root or os.environ.get("ZOO_CACHE_DIR") or Path.home() / ".cache" / "speechzoo") / "compiled"
 
 
-def place(name: str, key: str, root: str | Path | None = None) -> Path:
-    """Return the path of an entry. name: for people who list the directory; key: from `digest`."""
+def place(name: str, key: str, device: str = "cpu") -> Path:
+    """Return the path of an entry. name: for people who list the directory; key: from `digest`; device: the
+    type of the device that the code is for."""
     versions = f"torch-{torch.__version__}-python-{sys.version_info.major}.{sys.version_info.minor}"
-    return root_directory(root) / versions / target() / f"{name}-{key}"
+    return root_directory() / versions / target(device) / f"{name}-{key}"
 
 
-def target() -> str:
-    """Return the kind of machine that compiled code depends on."""
-    if torch.cuda.is_available():
+def target(device: str) -> str:
+    """Return the kind of machine that compiled code for a device of this type depends on."""
+    if device == "cuda" and torch.cuda.is_available():
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
-    return f"{platform.machine()}-{capability}"
+    instructions = " ".join(processor.instruction_sets())
+    return f"{platform.machine()}-{capability}-{_hash(instructions.encode())[:8]}"
 
 
 @contextmanager

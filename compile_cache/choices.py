@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 
 import torch
+
+from compile_cache import processor
 
 TRIES = 5  # on a CPU
 CACHE_BYTES = 64 << 20  # zeroed before each try, more than the caches of most CPUs hold
@@ -79,16 +79,7 @@ def at_most(rows: int) -> int:
 def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-@cache
-def cpu_model() -> str:
-    """Return the processor's name as the system gives it, or else its architecture."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return f"{processor.model()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function. Its first call with each kind of arguments compiles it into one graph."""
     # Inductor's own cache does not know the vector width that its C++ was generated for. Code for AVX2 that a
     # process with AVX-512 takes from it writes past the end of its buffers.
-    torch.compiler.config.cache_key_tag = artifacts.target()
+    torch.compiler.config.cache_key_tag = artifacts.target("cpu")
     # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic
     # once it sees a second value, such as that of another window.
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})

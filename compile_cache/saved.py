@@ -61,18 +61,26 @@ class Saved:
         return self.traced(*args)
 
     def _graph(self, name: str, args: tuple[object, ...]) -> Any:
-        """Return the graph of a file, which is made if it is missing or useless; None if that is impossible."""
-        file = self.entry.directory / name
-
-        def made() -> Any:
+        def make(file: Path) -> Any:
             graph = _compile(self.method, args, checks_sizes=True)
             graph.save_compiled_function(str(file))
-            self.entry.add(name)
             Counted.compiled += 1
             return graph
 
-        found = _tried(lambda: _load(file), name) if self.entry.has(name) else None
-        return found or _tried(made, name)
+        return taken(self.entry, name, _load, make)
+
+
+def taken(entry: Entry, name: str, load: Callable[[Path], Any], make: Callable[[Path], Any]) -> Any:
+    """Return what a file of an entry holds. A file that is missing or useless is made and added. Returns None
+    if that is impossible."""
+    file = entry.directory / name
+    found = _tried(lambda: load(file), name) if entry.has(name) else None
+    if found is not None:
+        return found
+    made = _tried(lambda: make(file), name)
+    if made is not None:
+        entry.add(name)
+    return made
 
 
 def _tried(work: Callable[[], Any], name: str) -> Any:

@@ -7,6 +7,7 @@ import os
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def take_in(root: Path, file: Path) -> list[Path]:
         try:
             with tarfile.open(file) as tar:
                 tar.extractall(temporary, filter="data")
-        except tarfile.TarError as error:
+        except (tarfile.TarError, EOFError, zlib.error) as error:  # the last two: of a damaged .tar.gz
             raise ValueError(f"{file} is not an exported cache: {error}") from None
         for made in _places(Path(temporary)):
             name = made.relative_to(temporary)
@@ -100,6 +101,7 @@ def take_in(root: Path, file: Path) -> list[Path]:
                 if damage(place) is not None:
                     remove(place)
                     seal(made)
+                    os.utime(made)  # otherwise `prune` takes it for as old as it was there
                     made.rename(place)
                     names.append(name)
     return names

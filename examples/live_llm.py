@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -35,8 +36,10 @@ async def written(chat: str, llm: str, prompt: str) -> AsyncIterator[str]:
 
 async def read() -> AsyncIterator[str]:
     """Yield text from stdin as it arrives."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may arrive in two parts
     while text := await asyncio.to_thread(os.read, sys.stdin.fileno(), 4096):
-        yield text.decode(errors="replace")
+        yield decoder.decode(text)
+    yield decoder.decode(b"", final=True)
 
 
 async def shown(deltas: AsyncIterator[str]) -> AsyncIterator[str]:

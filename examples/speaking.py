@@ -53,11 +53,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def sample_rate_hz(client: httpx.AsyncClient, model: str | None = None) -> int:
-    """Return the sample rate of a served model, by default the first one."""
+    """Return the sample rate of a served model, by default the first one. Raises Refused."""
     answer = await client.get("/v1/models")
     await checked(answer)
     models = answer.json()["data"]
-    return next(one["sample_rate_hz"] for one in models if model in (None, one["id"]))
+    for one in models:
+        if model in (None, one["id"], *one["aliases"]):
+            return int(one["sample_rate_hz"])
+    raise Refused(f"{answer.url} has no model {model!r}; possible: {', '.join(one['id'] for one in models)}")
 
 
 async def sentences(deltas: AsyncIterator[str], language: str = "en") -> AsyncIterator[str]:

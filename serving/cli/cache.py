@@ -68,7 +68,7 @@ def prune_entries(
     try:
         dropped = prune(root, num_bytes(max_size), max_days * DAY_S)
     except OSError as error:
-        raise ValueError(f"{root} cannot be changed: {error.strerror}") from None
+        raise ValueError(f"{root} cannot be changed: {error.strerror or error}") from None
     for entry in dropped:
         print(f"dropped {line(entry, root)}")
     return 0
@@ -82,7 +82,7 @@ def export_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
     try:
         names = export(root_of(cache_dir), file)
     except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{file} cannot be written: {error.strerror or error}") from None
     print(f"{file}: {plural(len(names), 'entry', 'entries')}")
     return 0
 
@@ -99,7 +99,7 @@ def import_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
     try:
         names = take_in(root, file)
     except OSError as error:
-        raise ValueError(f"{file} cannot be imported into {root}: {error.strerror}") from None
+        raise ValueError(f"{file} cannot be imported into {root}: {error.strerror or error}") from None
     print(f"{root}: {plural(len(names), 'new entry', 'new entries')}")
     return 0
 

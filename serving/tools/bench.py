@@ -334,7 +334,7 @@ def products(model: nn.Module) -> dict[str, int]:
 def instructions(device: torch.device) -> str:
     """Return the instruction sets that torch and our kernels use on a CPU, or what a GPU is built for."""
     if device.type != "cpu":
-        return artifacts.target()
+        return artifacts.target(device.type)
     limit = kernels.level()
     return torch.backends.cpu.get_cpu_capability() + ("" if limit is None else f", kernels for {limit}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -13,8 +15,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from compile_cache import store
+from compile_cache import artifacts, processor, store
 from compile_cache.artifacts import MANIFEST, opened
 from compile_cache.source import meaning
 
@@ -171,6 +174,13 @@ def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     assert {path.name for path in there.iterdir()} == {"torch"}
 
 
+def test_an_imported_entry_counts_as_read_when_it_was_imported(place, tmp_path):
+    store.export(root_with(place, 100), tmp_path / "cache.tar")
+    there = tmp_path / "there" / "compiled"
+    store.take_in(there, tmp_path / "cache.tar")
+    assert store.prune(there) == [] and names(store.stored(there)) == ["model-100"]
+
+
 def test_an_export_leaves_the_remains_of_killed_processes_alone(place, tmp_path):
     root = root_with(place, 1)
     place.with_name(".model-2.making").mkdir()
@@ -187,8 +197,46 @@ def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     manifest = place.with_name("model-1") / MANIFEST
     listed = json.loads(manifest.read_text())
     store.export(root, tmp_path / "cache.tar")
+    packed = gzip.compress((tmp_path / "cache.tar").read_bytes())
+    for damaged in (packed[:-50], packed[:90] + bytes(9) + packed[99:]):
+        (tmp_path / "cache.tar.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="is not an exported cache"):
+            store.take_in(tmp_path / "there", tmp_path / "cache.tar.gz")
     assert listed["files"].keys() == {"a/kernel.so", "step.saved"}
     assert list(tmp_path.glob("there/*")) == []
+
+
+# kinds of machines
+
+
+def target_of(monkeypatch: pytest.MonkeyPatch, **facts: str) -> str:
+    """Return the target on a processor of which the system says this."""
+    monkeypatch.setattr(processor, "facts", lambda: facts)
+    return artifacts.target("cpu")
+
+
+def test_code_is_kept_apart_by_the_instructions_that_compilers_use(monkeypatch):
+    """-march=native takes AVX512_BF16 where there is one. Elsewhere such code ends the process."""
+    plain = target_of(monkeypatch, flags="fpu avx2 avx512f")
+    assert plain == target_of(monkeypatch, flags="avx512f avx2 fpu constant_tsc md_clear")
+    assert plain != target_of(monkeypatch, flags="fpu avx2 avx512f avx512_bf16")
+    assert target_of(monkeypatch, Features="asimd") != target_of(monkeypatch, Features="asimd bf16")
+
+
+def test_code_for_a_cpu_is_kept_apart_from_code_for_the_gpu_of_its_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    cpu, gpu = (artifacts.place("model", "1234", device).parent.name for device in ("cpu", "cuda"))
+    assert gpu == "sm_90" and cpu.startswith(platform.machine())
+
+
+def test_the_first_processor_is_described_as_the_system_does(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text("model name\t: A: 7\nflags\t\t: avx2 fpu\n\nmodel name\t: B\n")
+    monkeypatch.setattr(processor, "FACTS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "facts", processor.facts.__wrapped__)
+    assert (processor.model(), processor.instruction_sets()) == ("A: 7", ["avx2"])
+    monkeypatch.setattr(processor, "FACTS", tmp_path / "none")
+    assert processor.model() and processor.instruction_sets() == []
 
 
 # owners

@@ -108,7 +108,7 @@ def test_numbers_of_rows_round_up_to_a_power_of_two(rows, expected):
 
 def test_a_cpu_measures_its_choices_too(tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "_known", {})
-    monkeypatch.setattr(choices, "cpu_model", lambda: "Processor 7")
+    monkeypatch.setattr(choices.processor, "model", lambda: "Processor 7")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with choices.kept_in(tmp_path):
         assert choices.fastest("x 8", {"slow": lambda: time.sleep(0.01), "fast": lambda: None}) == "fast"

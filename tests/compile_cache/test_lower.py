@@ -43,7 +43,7 @@ def test_code_of_another_instruction_set_is_not_taken_from_inductors_cache(monke
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     misses = []
     for machine in ("x86_64-avx2", "x86_64-avx512", "x86_64-avx2"):
-        monkeypatch.setattr(lowering.artifacts, "target", lambda machine=machine: machine)
+        monkeypatch.setattr(lowering.artifacts, "target", lambda device, machine=machine: machine)
         torch._dynamo.reset()
         counters.clear()
         assert int(lower(Model(3).step, Whole())(torch.tensor(5))) == 16

@@ -98,6 +98,33 @@ def test_sentences_come_when_the_next_one_begins():
     assert collected([]) == [] and collected([" "]) == []
 
 
+def test_letters_that_arrive_in_two_parts_are_read_whole(monkeypatch):
+    told = "a" * 4095 + "ö. Gut. ö"
+
+    async def read():
+        return "".join([part async for part in live_llm.read()])
+
+    read_end, write_end = os.pipe()
+    os.write(write_end, told.encode())
+    os.close(write_end)
+    with os.fdopen(read_end) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert asyncio.run(read()) == told
+
+
+def test_a_model_may_be_named_by_an_alias_and_an_unknown_one_is_refused():
+    models = {"data": [{"id": "small", "aliases": ["tiny"], "sample_rate_hz": RATE_HZ}]}
+
+    async def rate_hz(name):
+        answers = httpx.MockTransport(lambda _: httpx.Response(200, json=models))
+        async with httpx.AsyncClient(transport=answers, base_url="http://x") as client:
+            return await speaking.sample_rate_hz(client, name)
+
+    assert {asyncio.run(rate_hz(name)) for name in (None, "small", "tiny")} == {RATE_HZ}
+    with pytest.raises(SystemExit, match="no model 'large'; possible: small"):
+        speaking.run(rate_hz("large"))
+
+
 def test_an_answer_is_spoken_while_it_is_written(tmp_path, url, services, monkeypatch, capsys):
     services.answers = ["The sea is wide. It has no end."]
     given = [

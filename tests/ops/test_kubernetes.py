@@ -87,6 +87,26 @@ def test_the_import_path_is_the_applications():
     assert grace_s > deployment.DRAIN_S
 
 
+@pytest.mark.parametrize("name", ["head", "worker"])
+def test_members_of_the_cluster_are_probed_where_they_answer_without_a_token(name):
+    agent = pytest.importorskip(
+        "ray.dashboard.http_server_agent", reason="needs Ray: pip install -e '.[ray]'"
+    )
+    from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+
+    [container] = pods()[name]["spec"]["containers"]
+    for probe in ("readinessProbe", "livenessProbe"):
+        asked = container[probe]["httpGet"]
+        assert (
+            asked["path"] in agent.PUBLIC_EXACT_PATHS and asked["port"] == DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+        )
+
+
+def test_the_head_sends_no_statistics():
+    [container] = pods()["head"]["spec"]["containers"]
+    assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in container["env"]
+
+
 def test_gateways_join_the_cluster_with_flags_that_exist(monkeypatch):
     """They start no replicas of their own, and find the voices where the replicas do."""
     [container] = pods()["gateway"]["spec"]["containers"]

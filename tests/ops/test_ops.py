@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import metrics
 import pytest
@@ -50,6 +51,7 @@ def exposed(tmp_path_factory):
     with Server(tmp_path_factory.mktemp("s")) as server:
         server.speak("frames 3")
         states = protocol.ModelStates({"fake": protocol.ModelState()})
+        server.app.state.server.metrics.add_key("anna")
         server.call(server.engine.tell, states)
         until(lambda: ("zoo_model_loaded", "fake") in metrics.samples(server))
         until(lambda: ("zoo_pages",) in metrics.samples(server))
@@ -163,6 +165,19 @@ def test_files_that_the_image_copies_exist_and_are_not_ignored():
     assert re.sub("^#.*\n", "", cpu, flags=re.M).strip() == cuda.strip()
 
 
+def test_constraints_pin_every_direct_dependency():
+    """The packages of the extra parity are in an environment of their own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [named for extra, named in project["optional-dependencies"].items() if extra != "parity"]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    asked = {name_of(one) for named in (project["dependencies"], *extras) for one in named}
+    assert asked == {name_of(pin) for pin in pins}
+
+
+def name_of(requirement):
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
 def test_files_that_compose_mounts_exist():
     services = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]
     mounted = [
@@ -225,3 +240,15 @@ def test_options_of_the_files_are_options_of_the_command():
         for line in re.findall(r"^(?:ENTRYPOINT|ExecStart).*", (OPS / name).read_text(), re.M):
             named |= set(re.findall(r"--[a-z][\w-]+", line))
     assert named == {"--host", "--port"} and named <= known
+
+
+def test_the_unit_may_use_gpus_and_map_compiled_code():
+    settings = set(re.findall(r"^(\w+)=", (OPS / "zoo.service").read_text(), re.M))
+    assert "ProtectSystem" in settings
+    assert not settings & {
+        "MemoryDenyWriteExecute",
+        "PrivateDevices",
+        "ProtectClock",
+        "DeviceAllow",
+        "DevicePolicy",
+    }

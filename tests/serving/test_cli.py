@@ -506,3 +506,12 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("ZOO_API_KEY", "")
     done = shell.zoo("serve", ".")
     assert done.returncode == 2 and done.stderr.startswith("zoo: ZOO_API_KEY is empty")
+
+
+def test_an_error_of_a_file_without_a_number_is_told_too(zoo, monkeypatch, tmp_path):
+    def shrink(root, file):
+        raise OSError("unexpected end of data")  # tarfile's, for a file that becomes shorter
+
+    monkeypatch.setattr("compile_cache.store.export", shrink)
+    done = zoo("cache", "export", tmp_path / "cache.tar")
+    assert done.returncode == 2 and done.stderr.endswith("cannot be written: unexpected end of data\n")

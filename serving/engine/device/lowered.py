@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -71,12 +72,11 @@ class Lowered:
             self._render = dict.fromkeys(self._render, in_parts)
 
     def take_step(self, entry: Entry, batch: Batch) -> None:
-        """Load the saved step, which holds for every size, or compile it for such a batch and save it."""
-        file = entry.directory / "step.saved"
-        if entry.is_found:
-            self._step = saved.loaded(self.family.step, file)
-        else:
-            self._step = saved.compiled(self.family.step, (self.state, batch), file)
+        """Load the saved step, which holds for every size, or compile it for such a batch and save it. If
+        neither is possible, each step is traced."""
+        load = partial(saved.loaded, self.family.step)
+        make = partial(saved.compiled, self.family.step, (self.state, batch))
+        self._step = saved.taken(entry, "step.saved", load, make) or self._step
 
     def step(self, batch: Batch) -> tuple[Tensor]:
         return (self._step(self.state, batch),)

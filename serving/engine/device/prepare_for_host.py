@@ -60,7 +60,7 @@ def prepare_for_host(
     threads.set_num_threads(largest, is_compiled=compile)
     if device != "cpu":
         if weights == "fp8":
-            with artifacts.opened(artifacts.place("fp8", "choices")):
+            with artifacts.opened(artifacts.place("fp8", "choices", device)):
                 for family in families:
                     fp8.round_weights(family)
         if depth == "whole":
@@ -137,14 +137,17 @@ def cached(family: Family) -> Iterator[Entry]:
     with artifacts.opened(cache_place(family)) as entry:
         yield entry
     if not entry.is_found:
-        store.prune(artifacts.root_directory())
+        try:
+            store.prune(artifacts.root_directory())
+        except OSError as error:  # another user's old entries are no reason not to serve
+            log.warning("old compiled code cannot be dropped", why=str(error))
 
 
 def cache_place(family: Family) -> Path:
     """Return the place of the family's compiled code. Nothing in it depends on slots, on memory, on
-    threads, or on the models that it is served with."""
+    threads, on the name that it is served by, or on the models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "kernels", here / "contract")
     # a configuration holds every number that the modules were made with
-    facts = replace(family.spec, options=(), hints={}), family.strategy, vars(family).get("config")
-    return artifacts.place(family.spec.family, artifacts.digest(family, facts, code))
+    facts = replace(family.spec, name="", options=(), hints={}), family.strategy, vars(family).get("config")
+    return artifacts.place(family.spec.family, artifacts.digest(family, facts, code), family.device.type)

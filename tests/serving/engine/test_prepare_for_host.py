@@ -82,7 +82,7 @@ def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
         prepare_for_host(fitted)
     place = cache_place(fitted)
     assert place.parents[2] == tmp_path / "compiled"
-    assert place.parent.name.endswith(torch.backends.cpu.get_cpu_capability().lower())
+    assert torch.backends.cpu.get_cpu_capability().lower() in place.parent.name
     assert isinstance(fitted.wide, PackedLinear)
     [kernels] = place.parent.glob("kernels-*")
     libraries = {file: file.stat().st_mtime_ns for file in kernels.rglob("*.so")}
@@ -192,3 +192,24 @@ def test_the_place_does_not_change_with_what_compiled_code_knows_nothing_of(tmp_
     code.write_text("# one\nx = 1\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert keep(Linear(3, 4), "facts", [code]) == place
+
+
+def test_a_new_entry_is_kept_where_old_ones_cannot_be_dropped(monkeypatch):
+    """They belong to another user, such as root."""
+
+    def refuse(root):
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr(module.store, "prune", refuse)
+    with structlog.testing.capture_logs() as lines, module.cached(family("toy")):
+        pass
+    assert ["Permission denied" in line["why"] for line in lines] == [True]
+    with module.cached(family("toy")) as entry:
+        assert entry.is_found
+
+
+def test_the_place_does_not_change_with_the_name_that_a_model_is_served_by(monkeypatch):
+    model = family("toy")
+    place = cache_place(model)
+    monkeypatch.setattr(model, "spec", replace(model.spec, name="model 'qwen'"))
+    assert cache_place(model) == place

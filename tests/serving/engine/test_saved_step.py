@@ -4,6 +4,7 @@ beside it."""
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from models import Clock, Listener
 from toy import Toy
 
 import zoo
+from compile_cache.artifacts import write_manifest
 from compile_cache.counts import Counts, counts
 from serving.engine.device.prepare_for_host import cached
 from serving.engine.engine import Engine
@@ -66,3 +68,15 @@ def test_any_two_settings_share_what_was_compiled(monkeypatch, tmp_path, capfd):
     step.write_bytes(b"nonsense")
     _, made = start(monkeypatch, tmp_path, "hum", "buzz")
     assert (made.found, made.compiled) == (1, 1) and "step.saved has changed" in capfd.readouterr().err
+
+
+def test_a_step_that_is_missing_or_cannot_be_loaded_is_made_again(monkeypatch, tmp_path):
+    start(monkeypatch, tmp_path, "hum", max_slots=2)
+    [step] = tmp_path.rglob("step.saved")
+    for spoil in (partial(step.write_bytes, b"of another version"), step.unlink):
+        spoil()
+        write_manifest(step.parent)
+        _, made = start(monkeypatch, tmp_path, "hum", max_slots=2)
+        assert (made.found, made.compiled) == (0, 1)
+    _, made = start(monkeypatch, tmp_path, "hum", max_slots=2)
+    assert (made.found, made.compiled) == (1, 0)
