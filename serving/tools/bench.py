@@ -75,7 +75,7 @@ def bench(
         given["voice"] = voice
     request = request_of(family, frames, given, is_compared=reference_python is not None)
     if reference_python is not None:
-        reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
+        reference.check(family.spec.family, reference_python)  # before our own runs take minutes
     counted = work(family, request)
     prepare_for_host(family, compile=compile, weights=weights)
     flops = Counter(counted["step"]["flops"]) + Counter(counted["render"]["flops"])
