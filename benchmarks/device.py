@@ -387,9 +387,9 @@ class Hearing:
             nonlocal is_first
             now_s = time.perf_counter()
             if isinstance(event, Audio):
-                if is_first:
+                if is_first and len(event.samples):
                     self.first_s.append(now_s - due_s)
-                is_first = False
+                    is_first = False
                 self.num_samples += len(event.samples) * (self.since_s <= now_s < self.until_s)
             elif not isinstance(event, Text):
                 if isinstance(event, Failed):

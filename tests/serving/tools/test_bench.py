@@ -16,7 +16,7 @@ from toy import Guided, Toy
 
 import zoo
 from compile_cache import choices
-from serving.engine.engine import Engine
+from serving.engine.engine import Audio, Engine, Finished
 from serving.tools import bench as measured
 from serving.tools import reference
 from serving.tools.bench import (
@@ -106,6 +106,22 @@ def test_an_answer_without_audio_is_an_error_that_says_so(monkeypatch):
             compile=False,
             reference_python="python",
         )
+
+
+def test_first_audio_ends_with_the_first_samples(monkeypatch):
+    """A renderer may hold back all samples of its first window."""
+    now_s = [0.0]
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now_s[0])
+
+    class Speaker:
+        def speak(self, name, request, deliver):
+            for now_s[0], num in ((1.0, 0), (3.0, 4), (4.0, 4)):
+                deliver(Audio(np.zeros(num, np.float32), 1))
+            deliver(Finished("stop", 3, {}))
+
+    listeners = measured.Load(Speaker(), 1, Request(text="a"))
+    assert listeners.run(1) == 4.0 and listeners.first_audio_s == [3.0]
+    assert listeners.num_samples == 8 and listeners.num_frames == 3
 
 
 def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):
