@@ -111,6 +111,7 @@ def test_a_clip_is_the_voice_of_the_reference(size, name):
     ends."""
     made, expected = loaded(size).cloner(clip(name)), voices(size)
     num = len(made.flow_codes)
+    assert len(made.mel) == 2 * num
     assert made.codes.tolist() == expected[f"{name}.codes"].tolist()
     assert made.flow_codes.tolist() == expected[f"{name}.flow_codes"].tolist()[:num]
     assert num == len(expected[f"{name}.flow_codes"])

@@ -98,7 +98,11 @@ def test_greedy_requests_equal_the_reference(case, finetuned, pretrained):
     request = request_of(fields, clip() if has_clip else None)
     prompt = ours.prompt(request)
     assert list(prompt.prefix_keys) == expected["prompt"].tolist()
+    logits: list[Tensor] = []
+    hook = ours.lm.head.register_forward_hook(lambda module, args, out: logits.append(out[0]))
     speech = zoo.generate(ours, request)
+    hook.remove()
+    torch.testing.assert_close(logits[0][::97], expected["logits"], rtol=0, atol=1e-4)  # up to about 70
     assert speech.frames.tolist() == expected["codes"].tolist()
     torch.testing.assert_close(speech.samples[::13], expected["samples"], rtol=0, atol=1e-5)
 
