@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import request_of
+from agreement import request_of, rows
 from models import family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,10 +27,6 @@ from zoo.request import AudioClip, Request
 HERE = Path(__file__).parent / "orpheus"
 MANIFESTS = HERE.parent.parent / "manifests"
 CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))
-
-
-def rows(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    return sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def found(name: str) -> dict[str, Tensor]:
