@@ -318,10 +318,9 @@ def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str
         time.sleep(max(0.0, began_s + due - time.perf_counter()))
         hearing.ask(engine, replace(request, seed=seed), began_s + due)
     hearing.wait(len(due_s))
-    first_ms = 1e3 * np.array(hearing.first_s)
     return {
         "requests": len(due_s),
-        "ttfa_ms": {f"p{q}": round(float(np.percentile(first_ms, q)), 1) for q in (50, 90, 95, 99)},
+        "ttfa_ms": hearing.first_ms(50, 90, 95, 99),
         "underruns": underruns(engine) - before,
         "failed": hearing.failed,
     }
@@ -362,7 +361,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
             for kind, each in rows.items()
             if each
         },
-        "ttfa_ms": {f"p{q}": round(1e3 * float(np.percentile(hearing.first_s, q)), 1) for q in (50, 95)},
+        "ttfa_ms": hearing.first_ms(50, 95),
         "underruns": underruns(engine) - before,
         "failed": hearing.failed,
     }
@@ -387,9 +386,9 @@ class Hearing:
             nonlocal is_first
             now_s = time.perf_counter()
             if isinstance(event, Audio):
-                if is_first:
+                if is_first and len(event.samples):
                     self.first_s.append(now_s - due_s)
-                is_first = False
+                    is_first = False
                 self.num_samples += len(event.samples) * (self.since_s <= now_s < self.until_s)
             elif not isinstance(event, Text):
                 if isinstance(event, Failed):
@@ -401,6 +400,14 @@ class Hearing:
     def wait(self, count: int) -> None:
         for _ in range(count):
             self._ended.acquire()
+
+    def first_ms(self, *percentiles: int) -> dict[str, float]:
+        """Return percentiles of the times to first audio; without audio, none, so that the failures are reported."""
+        return {
+            f"p{q}": round(1e3 * float(np.percentile(self.first_s, q)), 1)
+            for q in percentiles
+            if self.first_s
+        }
 
 
 def underruns(engine: Any) -> int:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.device_kernels import DEVICE, KERNEL_GAPS, Alone, Put
+from benchmarks.device_kernels import DEVICE, KERNEL_GAPS, Alone, Put, Way, recorded
 from zoo.kernels import gpu
 
 STREAMS = (1, 16, 64, 128, 256)
@@ -34,7 +34,6 @@ POSITIONS = 512  # of each sequence of a step
 PROMPTS, PROMPT_TOKENS = (1, 4), 256
 PAGE, THETA, EPS = 16, 1e6, 1e-6
 DTYPE = torch.bfloat16
-Way = Callable[[], Any]
 
 
 class Shape(NamedTuple):
@@ -157,18 +156,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     )
     assert isinstance(drawn, Tensor)
     return drawn
-
-
-def recorded(way: Way) -> Way:
-    """Return a replay of a way's launches, which takes no time of the host's; on a CPU, the way itself."""
-    way()  # builds and compiles, while other parts run
-    if DEVICE != "cuda":
-        return way
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        way()
-    return graph.replay
 
 
 def times(ways: list[Way]) -> dict[str, float]:

@@ -63,7 +63,7 @@ def why_not() -> str | None:
 
 
 def last_line(text: str) -> str:
-    return next(reversed(text.split("\n")[:-1]), "it wrote nothing")
+    return next(reversed(text.strip().splitlines()), "it wrote nothing")
 
 
 def over_http(

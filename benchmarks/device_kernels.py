@@ -46,6 +46,7 @@ FP8_ROWS = (1, 64, 1408)  # the last: a solver of 64 streams
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 FP8_GAP = 4e-2  # of a product: one step of bf16 is 1/32 at its largest values, 4 to 8
 Put = Callable[[str, Any], None]
+Way = Callable[[], Any]
 Alone = Callable[[Put], AbstractContextManager[None]]  # keeps the device free of other parts
 
 
@@ -176,6 +177,18 @@ def gap(operator: Callable[..., Any], *arguments: Any) -> float:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def recorded(way: Way) -> Way:
+    """Return a replay of a way's launches, which takes no time of the host's; on a CPU, the way itself."""
+    way()  # builds and compiles, while other parts run
+    if DEVICE != "cuda":
+        return way
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        way()
+    return graph.replay
 
 
 def paged(

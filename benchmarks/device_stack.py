@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor, nn
 
-from benchmarks.device_kernels import DEVICE, Alone, Put, random
+from benchmarks.device_kernels import DEVICE, Alone, Put, Way, random, recorded
 from compile_cache import choices
 from zoo import kernels
 from zoo.fish_s2.depth import FastBlock
@@ -150,14 +150,9 @@ def one_pass(model: nn.Module, sizes: Sizes, streams: int) -> Callable[[], Tenso
     return lambda: run(x, slice(sizes.positions - 1, sizes.positions))
 
 
-def recorded_us(run: Callable[[], object]) -> float:
+def recorded_us(run: Way) -> float:
     """Return the us of a function in a recorded graph."""
-    for _ in range(2):
-        run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return round(choices.time_us(graph.replay), 1)
+    return round(choices.time_us(recorded(run)), 1)
 
 
 def main() -> None:
@@ -175,11 +170,7 @@ def main() -> None:
     def put(name: str, value: object) -> None:
         print(f"{name}: {value}", flush=True)
 
-    @contextmanager
-    def alone(put: Put) -> Iterator[None]:
-        yield
-
-    wrong = stacks(put, alone, names, tuple(WAYS), STREAMS)
+    wrong = stacks(put, lambda _: nullcontext(), names, tuple(WAYS), STREAMS)
     for name in names:
         layer_by_layer(put, name)
     sys.exit("\n".join(f"differs from the plain operator: {what}" for what in wrong) or 0)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
+from benchmarks.device_http import last_line
 from benchmarks.device_parts import tell
 
 # whole renders, as their references do
@@ -67,7 +68,7 @@ def measured(family: str, command: list[str], limit_s: float) -> str:
         finally:
             tell(running, signal.SIGKILL)  # and the reference, which runs in a process of its own
     if running.returncode:
-        return f"| {family} | {complaint.strip().splitlines()[-1]} | | | | |"
+        return f"| {family} | status {running.returncode}: {last_line(complaint)} | | | | |"
     return "\n".join(rows(json.loads(told)))
 
 

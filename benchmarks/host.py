@@ -1,6 +1,6 @@
 """Measure the host's work per step by the number of running requests: everything but the lowered calls.
 
-    python benchmarks/host.py DIR [--slots 1 2 4 8 16] [--steps 200]
+    python benchmarks/host.py DIR [--slots 1 2 4 8 16] [--steps 150]
 
 Times are CPU times of the engine's thread, so other processes do not count. The engine's clock is that time,
 too: on a busy machine's clock, listeners would be at risk, and get more and smaller windows. A step includes

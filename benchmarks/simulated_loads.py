@@ -1,4 +1,4 @@
-"""Loads for the simulator (serving/tools/simulate.py): whoever asks, and what they heard."""
+"""Loads for the simulator (serving/tools/simulate.py), and what their listeners hear."""
 
 from __future__ import annotations
 

@@ -10,26 +10,21 @@ Copies between the devices are not counted. Two replicas gain 2.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulated_gpu import timed
+
 RESULT = Path(__file__).parent / "results" / "2026-11-23-h200-published-sizes.json"
-
-
-def measured(figures: dict[str, Any], name: str) -> dict[tuple[int, ...], float]:
-    """Return the milliseconds of launches by the numbers in their names."""
-    found = (re.fullmatch(rf"{name} ([\d ]+), ms", key) for key in figures)
-    return {tuple(map(int, match[1].split())): figures[match[0]] for match in found if match}
 
 
 def parts(figures: dict[str, Any]) -> tuple[int, float, float]:
     """Return the most streams that were measured, and the milliseconds of steps and of renders for a frame of
     each. Renders are of the window that costs least per frame."""
-    steps = measured(figures, "step")
+    steps = timed(figures, "step")
     streams = max(steps)[0]
-    each_ms = min(took / (rows * frames) for (rows, frames, *_), took in measured(figures, "render").items())
-    return streams, steps[streams,], streams * each_ms
+    each_s = min(took_s / (rows * frames) for (rows, frames, *_), took_s in timed(figures, "render").items())
+    return streams, 1e3 * steps[streams,], 1e3 * streams * each_s
 
 
 def main() -> None:
@@ -37,7 +32,7 @@ def main() -> None:
     sections = json.loads(RESULT.read_text()).values()
     for section in filter(lambda each: isinstance(each, dict), sections):
         for name, figures in section.items():
-            if name.startswith("figures=") and measured(figures, "step") and measured(figures, "render"):
+            if name.startswith("figures=") and timed(figures, "step") and timed(figures, "render"):
                 rows[name.removeprefix("figures=")] = parts(figures)
     for name, (streams, step_ms, render_ms) in rows.items():
         gain = (step_ms + render_ms) / max(step_ms, render_ms)

@@ -135,9 +135,10 @@ class Counts:
         return max(part.device_ms(card), part.host_ms()) / 1e3
 
     def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:
+        """Return the counted launches of a kind and shape, those of the fewest slots first."""
         found = [part for part in self.parts[name] if (part.frames, part.length) == (frames, length)]
         assert found, f"{self.family}: no {name} of {frames} frames and length {length} was counted"
-        return found
+        return sorted(found, key=lambda part: part.slots)
 
     def at(self, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
         return next(part for part in self.of(name, frames, length) if part.slots == slots)

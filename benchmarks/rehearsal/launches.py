@@ -43,6 +43,9 @@ WRITES_WHAT_IT_IS_GIVEN = {
     "index_fill_",
 }
 
+# In-place operators whose first argument is written and not read.
+OVERWRITES = {"copy_", "fill_", "zero_"}
+
 
 class Launch(NamedTuple):
     """One kernel.
@@ -155,6 +158,7 @@ def touches(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Touched, Touch
         rest = [(tensor, tensor_bytes(tensor)) for tensor in given[1:]]
         reads = [*rest, (given[0], sum(n for _, n in writes))]
     else:
+        given = given[1:] if name in OVERWRITES else given
         reads = [(tensor, tensor_bytes(tensor)) for tensor in given]
     return reads, writes
 

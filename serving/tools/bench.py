@@ -75,7 +75,7 @@ def bench(
         given["voice"] = voice
     request = request_of(family, frames, given, is_compared=reference_python is not None)
     if reference_python is not None:
-        reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
+        reference.check(family.spec.family, reference_python)  # before our own runs take minutes
     counted = work(family, request)
     prepare_for_host(family, compile=compile, weights=weights)
     flops = Counter(counted["step"]["flops"]) + Counter(counted["render"]["flops"])
@@ -220,9 +220,9 @@ class Load:
         def deliver(event: Event) -> None:  # on the engine's thread
             nonlocal is_first
             if isinstance(event, Audio):
-                if is_first:
+                if is_first and len(event.samples):  # a renderer may hold back all of its first ones
                     self.first_audio_s.append(time.perf_counter() - began_s)
-                is_first = False
+                    is_first = False
                 self.num_samples += len(event.samples)
                 self.num_frames += event.frames
             elif not isinstance(event, Text):

@@ -233,19 +233,19 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, float | None]:
-    """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample of
-    `ours` that is missing or not finite counts as silence and as different."""
-    shared = min(len(ours), len(theirs))
-    there = np.full(len(theirs), np.nan, np.float32)
-    there[:shared] = ours[:shared]
-    is_number = np.isfinite(there)
-    difference = np.abs(np.where(is_number, there, 0) - theirs)
+    """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample that
+    only one of them has, or that is not finite, counts as silence and as different."""
+    num = max(len(ours), len(theirs))
+    both = [np.pad(part, (0, num - len(part)), constant_values=np.nan) for part in (ours, theirs)]
+    is_number = np.isfinite(both).all(0)
+    heard, expected = (np.nan_to_num(part, posinf=0.0, neginf=0.0) for part in both)
+    difference = np.abs(heard - expected)
     apart = np.flatnonzero((difference > SAME) | ~is_number)
-    noise, signal = (float(np.square(part, dtype=np.float64).sum()) for part in (difference, theirs))
+    noise, signal = (float(np.square(part, dtype=np.float64).sum()) for part in (difference, expected))
     return {
         "audio_s": len(ours) / rate_hz,
         "expected_s": len(theirs) / rate_hz,
-        "equal_s": (int(apart[0]) if apart.size else shared) / rate_hz,
+        "equal_s": (int(apart[0]) if apart.size else num) / rate_hz,
         "largest_sample_difference": float(difference.max(initial=0.0)),
         "snr_db": float(10 * np.log10(max(signal, QUIET) / noise)) if noise else None,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ def script(family: str) -> Path:
     if not path.exists():
         raise ValueError(f"{family} has no reference implementation to compare with: {path} does not exist")
     return path
+
+
+def check(family: str, python: str) -> None:
+    """Raise ValueError if the family has no reference script, or if there is no such Python."""
+    script(family)
+    if shutil.which(python) is None:
+        raise ValueError(
+            f"the reference of {family} needs {python}, which does not exist; `make fixtures` builds it in a "
+            "source tree"
+        )
 
 
 def run(family: str, python: str, order: dict[str, Any]) -> dict[str, Any]:

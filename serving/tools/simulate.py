@@ -267,7 +267,7 @@ class Heard:
     ended_s: float | None = None
 
     def take(self, event: Event, now_s: float, rate_hz: int) -> None:
-        if isinstance(event, Audio):
+        if isinstance(event, Audio) and len(event.samples):  # a window may hold back all of its samples
             given_s = len(event.samples) / rate_hz
             if self.first_s is None:
                 self.first_s = self.plays_until_s = now_s

@@ -24,9 +24,21 @@ def test_each_launch_is_staged_before_it_is_timed(monkeypatch):
         runner, known = model.runner, {}
         before = {name: value.clone() for name, value in runner.state.tensors().items()}
 
+        graphs = runner.lowered.step_graphs.recorded | runner.lowered.render_graphs.recorded
+        keys = {id(graph): key for key, (graph, _) in graphs.items()}
+        staged = [None]
+        stage = device_launches.stage
+
         def replayed(graph) -> float:
+            assert staged[-1] == keys[id(graph)], "another launch was staged last"
             graph.replay()
             return 1.0
+
+        def noted(runner, key) -> None:
+            staged.append(key)
+            stage(runner, key)
+
+        monkeypatch.setattr(device_launches, "stage", noted)
 
         monkeypatch.setattr(device_launches, "replay_ms", replayed)
         monkeypatch.setattr(device_launches, "longest", lambda graph: {})

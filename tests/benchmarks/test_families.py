@@ -56,7 +56,8 @@ def test_a_checkpoint_is_written_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "code, why",
     [
-        ("import sys; sys.exit('zoo: it has no mouth')", "zoo: it has no mouth"),
+        ("import sys; sys.exit('zoo: it has no mouth')", "status 1: zoo: it has no mouth"),
+        ("import os; os.kill(os.getpid(), 9)", "status -9: it wrote nothing"),
         ("import time; time.sleep(60)", "took longer than 0.5 s"),
     ],
 )

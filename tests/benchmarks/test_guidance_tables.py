@@ -67,15 +67,18 @@ def test_an_order_for_espnet_has_the_same_work(monkeypatch, tmp_path):
 
     def run(family, python, order):
         orders.append(order)
-        num = len(order["streams"])
-        return {"name": "ESPnet", "runs": [{"streams": s, "wall_s": 2.0} for s in order["streams"]][:num]}
+        runs = [
+            {"streams": s, "wall_s": 1.0 * order["rounds"] * (2 if s > 1 else 1)} for s in order["streams"]
+        ]
+        return {"name": "ESPnet", "runs": runs}
 
     monkeypatch.setattr(guidance_tables.reference, "run", run)
     work = Work(6, 9)
     for name in ("bagpiper", "opuslm"):
-        made = guidance_tables.espnet(name, tmp_path, tmp_path / "python", "float32", [1, 8], work)
+        made = guidance_tables.espnet(name, tmp_path, tmp_path / "python", "float32", [8, 4], work)
         assert made.name == "ESPnet"
-        expected = {1: 15.0, 8: 15.0} if name == "bagpiper" else {1: 7.5, 8: 60.0}
-        assert made.rows_per_s == expected and made.whole_s == (1.0 if name == "bagpiper" else 2.0)
-    assert [order["streams"] for order in orders] == [[1], [1, 8]]
+        expected = {4: 15.0, 8: 15.0} if name == "bagpiper" else {4: 30.0, 8: 60.0}
+        assert made.rows_per_s == expected
+        assert made.whole_s == 1.0  # of one copy, though none of the numbers of requests is 1
+    assert [order["streams"] for order in orders] == [[1], [1, 4, 8]]
     assert orders[0]["request"]["options"] == {"max_tokens": 6, "guidance": 3.0}

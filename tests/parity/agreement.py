@@ -1,8 +1,11 @@
-"""Build the request of a fixture, and check that a greedy request agrees with the reference."""
+"""What the parity tests share: the requests and the noise of fixtures, the rows of manifests, and how Qwen3-TTS is
+compared."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields as fields_of
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,11 +13,24 @@ import torch
 from torch import Tensor
 
 import zoo
+from zoo.checkpoint import synthetic
 from zoo.qwen3_tts import model
 from zoo.request import AudioClip, Reference, Request
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
 FIELDS = frozenset(field.name for field in fields_of(Request))
+
+
+def rows(shapes: Mapping[str, Iterable[int]], dtype: str = "F32") -> list[str]:
+    """Return the rows of a manifest: name, dtype and shape of each tensor."""
+    return sorted(f"{name}|{dtype}|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+@cache
+def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
+    """Return the noise of that name, which the oracles compute too."""
+    rule = ("noise", 0.0, deviation, False)
+    return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [rule]))
 
 
 def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import noise
 from models import directory, family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 import zoo
 from zoo.chatterbox import model
 from zoo.chatterbox.model import Chatterbox
-from zoo.checkpoint import synthetic
 from zoo.request import AudioClip, Reference, Request
 
 HERE = Path(__file__).parent / "chatterbox"
@@ -32,12 +32,6 @@ SAMPLES = {"rtol": 0, "atol": 3e-4}
 @cache
 def loaded(size: str) -> Chatterbox:
     return family("chatterbox", size=size)
-
-
-@cache
-def noise(name: str, *shape: int) -> Tensor:
-    """Return the oracle's noise of that name."""
-    return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]))
 
 
 @cache
@@ -111,6 +105,7 @@ def test_a_clip_is_the_voice_of_the_reference(size, name):
     ends."""
     made, expected = loaded(size).cloner(clip(name)), voices(size)
     num = len(made.flow_codes)
+    assert len(made.mel) == 2 * num
     assert made.codes.tolist() == expected[f"{name}.codes"].tolist()
     assert made.flow_codes.tolist() == expected[f"{name}.flow_codes"].tolist()[:num]
     assert num == len(expected[f"{name}.flow_codes"])

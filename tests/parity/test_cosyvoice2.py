@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import noise
 from models import family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -48,11 +49,6 @@ def model() -> CosyVoice2:
     loaded = family("cosyvoice2", size="parity")
     assert isinstance(loaded, CosyVoice2)
     return loaded
-
-
-def noise(name: str, *shape: int) -> Tensor:
-    """Return the oracle's noise of that name."""
-    return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]))
 
 
 def packed(start: Tensor, source: Tensor) -> Tensor:

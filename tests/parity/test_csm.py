@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import rows
 from models import directory, family
 from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.checkpoint.loading import Shape, published
+from zoo.checkpoint.loading import published
 from zoo.csm import build, demo, model, survey, weights
 from zoo.csm.layouts import Checkpoint
 from zoo.nn import mimi_encoder
@@ -47,10 +48,6 @@ def request_of(asked: dict) -> Request:
     options = {"speaker": asked.get("speaker", 0)}
     fields = {"text": asked["text"], "max_frames": asked["max_frames"], "options": options}
     return Request(temperature=0.0, references=references, **fields)
-
-
-def rows(shapes: dict[str, Shape]) -> list[str]:
-    return sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import rows
 from models import directory, family
 from one_pass import decode
 from safetensors.torch import load_file
@@ -61,10 +62,6 @@ def ours() -> FishS2:
 
 
 # the checkpoint
-
-
-def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    return sorted(f"{name}|{dtype}|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def test_our_modules_have_the_published_tensors():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import rows
 from safetensors import safe_open
 
 from zoo.checkpoint.loading import published
@@ -28,10 +29,6 @@ FINGERPRINTS = {
 
 def manifest(name: str) -> list[str]:
     return (MANIFESTS / f"qwen3_tts_{name}.txt").read_text().splitlines()
-
-
-def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    return sorted(f"{name}|{dtype}|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 @pytest.mark.parametrize("name", FINGERPRINTS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import request_of
+from agreement import request_of, rows
 from models import directory, family, write
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -60,10 +60,6 @@ def ours():
 
 
 # the checkpoint
-
-
-def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    return sorted(f"{name}|{dtype}|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def test_our_modules_have_the_published_tensors(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import request_of
+from agreement import request_of, rows
 from models import family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,10 +27,6 @@ from zoo.request import AudioClip, Request
 HERE = Path(__file__).parent / "orpheus"
 MANIFESTS = HERE.parent.parent / "manifests"
 CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))
-
-
-def rows(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    return sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def found(name: str) -> dict[str, Tensor]:
@@ -98,7 +94,11 @@ def test_greedy_requests_equal_the_reference(case, finetuned, pretrained):
     request = request_of(fields, clip() if has_clip else None)
     prompt = ours.prompt(request)
     assert list(prompt.prefix_keys) == expected["prompt"].tolist()
+    logits: list[Tensor] = []
+    hook = ours.lm.head.register_forward_hook(lambda module, args, out: logits.append(out[0]))
     speech = zoo.generate(ours, request)
+    hook.remove()
+    torch.testing.assert_close(logits[0][::97], expected["logits"], rtol=0, atol=1e-4)  # up to about 70
     assert speech.frames.tolist() == expected["codes"].tolist()
     torch.testing.assert_close(speech.samples[::13], expected["samples"], rtol=0, atol=1e-5)
 

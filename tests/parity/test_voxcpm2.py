@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agreement import noise, rows
 from models import directory, family
 from one_pass import decode_latents
 from safetensors.torch import load_file, save_file
@@ -44,13 +45,6 @@ SOLVER = load_file(HERE / "solver.safetensors")
 
 def facts(name: str) -> dict:
     return json.loads((HERE / f"{name}.json").read_text())
-
-
-def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
-    """Return the oracle's noise of that name."""
-    return torch.from_numpy(
-        synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, deviation, False)])
-    )
 
 
 def clip(name: str) -> AudioClip:
@@ -98,10 +92,6 @@ def script_of(name: str) -> Script:
 every_case = pytest.mark.parametrize("name", CASES)
 
 # checkpoints
-
-
-def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
-    return [f"{name}|{dtype}|{'x'.join(map(str, shape))}" for name, shape in shapes.items()]
 
 
 @pytest.mark.parametrize(

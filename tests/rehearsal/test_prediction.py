@@ -78,6 +78,14 @@ def test_merging_rows_hardly_changes_the_time_on_any_card():
         assert after.num_memory_bytes() == pytest.approx(before.num_memory_bytes(), rel=0.01)
 
 
+def test_a_cost_does_not_depend_on_the_order_in_which_slots_were_counted():
+    """`rehearse.py --slots` may name them in any order."""
+    steps = [Part(slots, 0, 0, (Row(1, "extern", "", slots << 20, 0, "bf16"),)) for slots in (1, 16, 64)]
+    known, turned = (replace(counts(), parts={"step": parts}) for parts in (steps, steps[::-1]))
+    for slots in (1, 8, 40, 64):
+        assert turned.cost(H100, "step", slots) == known.cost(H100, "step", slots)
+
+
 @pytest.mark.parametrize("path", sorted(COUNTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_committed_counts_give_consistent_predictions(path: Path):
     known = [Counts.read(path, codec) for codec in CODECS]

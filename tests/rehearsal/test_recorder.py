@@ -46,6 +46,16 @@ def test_an_out_tensor_is_not_read() -> None:
     assert launch.bytes == 3 * 64 * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("write", "times"),
+    [(lambda x, y: x.copy_(y), 2), (lambda x, y: x.zero_(), 1), (lambda x, y: x.add_(y), 3)],
+)
+def test_a_tensor_that_is_overwritten_is_not_read(write: Callable[..., Tensor], times: int) -> None:
+    x, y = (torch.zeros(64, 64, device="cuda") for _ in range(2))
+    (launch,) = recorded(lambda: write(x, y)).launches
+    assert launch.bytes == times * 64 * 64 * 4
+
+
 def test_views_and_empty_tensors_launch_nothing() -> None:
     x = torch.zeros(64, 32, device="cuda")
     log = recorded(lambda: (x.view(32, 64).mT[:3].unsqueeze(0).expand(5, -1, -1), torch.empty_like(x)))

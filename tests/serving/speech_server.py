@@ -26,12 +26,15 @@ async def stream(request, chunks, headers=None):
 
 @asynccontextmanager
 async def speaking(speak, models=("m",)):
-    """Run a server whose speech route is `speak(request, body)`, and return it as a target."""
+    """Run a server whose speech route is `speak(request, body)`, and return it as a target. models None: it lists
+    them only for clients with a key."""
 
     async def route(request):
         return await speak(request, await request.json())
 
     async def list_models(request):
+        if models is None:
+            return refusal(401, "the key is missing")
         return web.json_response({"object": "list", "data": [{"id": name} for name in models]})
 
     app = web.Application()

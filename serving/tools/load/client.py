@@ -26,6 +26,7 @@ SLOW_BUFFER_BYTES = 4096
 READ_BUFFER_BYTES = 1 << 16
 RATE_HEADERS = ("x-sample-rate", "x-audio-sample-rate")
 MAX_DETAIL = 300
+REFUSES_CLIENT = (401, 403)
 
 
 class Target(msgspec.Struct):
@@ -136,13 +137,22 @@ def said(text: str) -> str:
 
 
 async def models(session: aiohttp.ClientSession, target: Target) -> list[str]:
-    """Return the ids of the models that the server lists. Raises ValueError if there is no server."""
+    """Return the ids of the models that the server lists. Raises ValueError if there is no server, or if it refuses
+    this client."""
     try:
         async with asyncio.timeout(target.timeout_s), session.get(f"{target.url}/models") as answer:
-            listed = await answer.json(content_type=None) if answer.status == 200 else {}
+            status, text = answer.status, await answer.text("utf-8", "replace")
     except (aiohttp.ClientConnectorError, TimeoutError) as error:
         raise ValueError(f"there is no server at {target.url}: {error or 'no answer'}") from None
-    except (aiohttp.ClientError, ValueError):
+    except aiohttp.ClientError:
+        return []
+    if status in REFUSES_CLIENT:
+        raise ValueError(
+            f"{target.url}/models refused the request ({said(text)}); give an API key with --api-key"
+        )
+    try:
+        listed = json.loads(text) if status == 200 else {}
+    except json.JSONDecodeError:
         return []
     data = listed.get("data") if isinstance(listed, dict) else None
     return [

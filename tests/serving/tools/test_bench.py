@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 
@@ -15,7 +16,7 @@ from toy import Guided, Toy
 
 import zoo
 from compile_cache import choices
-from serving.engine.engine import Engine
+from serving.engine.engine import Audio, Engine, Finished
 from serving.tools import bench as measured
 from serving.tools import reference
 from serving.tools.bench import (
@@ -96,7 +97,7 @@ def test_texts_are_spoken_with_the_usual_temperature():
 
 
 def test_an_answer_without_audio_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr(reference, "script", lambda name: None)
+    monkeypatch.setattr(reference, "check", lambda name, python: None)
     with pytest.raises(ValueError, match="glm4_voice answered without audio"):
         bench(
             str(directory("glm4_voice", "tiny")),
@@ -105,6 +106,22 @@ def test_an_answer_without_audio_is_an_error_that_says_so(monkeypatch):
             compile=False,
             reference_python="python",
         )
+
+
+def test_first_audio_ends_with_the_first_samples(monkeypatch):
+    """A renderer may hold back all samples of its first window."""
+    now_s = [0.0]
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now_s[0])
+
+    class Speaker:
+        def speak(self, name, request, deliver):
+            for now_s[0], num in ((1.0, 0), (3.0, 4), (4.0, 4)):
+                deliver(Audio(np.zeros(num, np.float32), 1))
+            deliver(Finished("stop", 3, {}))
+
+    listeners = measured.Load(Speaker(), 1, Request(text="a"))
+    assert listeners.run(1) == 4.0 and listeners.first_audio_s == [3.0]
+    assert listeners.num_samples == 8 and listeners.num_frames == 3
 
 
 def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):
@@ -130,13 +147,13 @@ def test_the_reference_does_the_same_work(monkeypatch):
     plain = family("qwen3_tts")
 
     def run(name: str, python: str, order: dict) -> dict:
-        assert (name, python, order["dtype"], order["rounds"]) == ("qwen3_tts", "a python", "float32", 1)
+        assert (name, python, order["dtype"], order["rounds"]) == ("qwen3_tts", sys.executable, "float32", 1)
         assert order["streams"] == (1,) and order["request"]["voice"] == plain.spec.voices[0]
         assert order["request"]["max_frames"] == 3 and order["request"]["text"] == measured.TEXT
         return {"name": "a reference", "runs": [{"streams": 1, "rtf": 4.0, "audio_s_per_s": 0.25}]}
 
     monkeypatch.setattr(reference, "run", run)
-    how = {"device": "cpu", "compile": False, "reference_python": "a python"}
+    how = {"device": "cpu", "compile": False, "reference_python": sys.executable}
     result = bench(str(directory("qwen3_tts", "tiny")), streams=(1,), frames=3, rounds=1, **how)
     assert result["reference"]["name"] == "a reference"
     assert result["runs"][0]["speedup"] == result["runs"][0]["audio_s_per_s"] / 0.25
@@ -147,6 +164,14 @@ def test_a_family_without_a_reference_is_refused_before_anything_is_measured(mon
     monkeypatch.setattr(measured, "work", None)  # not reached
     with pytest.raises(ValueError, match="toy has no reference implementation"):
         bench("toy", reference_python="a python")
+
+
+def test_a_python_that_does_not_exist_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(measured, "work", None)  # not reached
+    with pytest.raises(
+        ValueError, match="the reference of qwen3_tts needs /nowhere/python, which does not exist"
+    ):
+        bench(str(directory("qwen3_tts", "tiny")), device="cpu", reference_python="/nowhere/python")
 
 
 def test_work_counts_the_weights_that_products_read():

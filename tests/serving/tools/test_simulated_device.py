@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from serving.engine.engine import Audio
+from serving.tools.simulate import Heard
 from serving.tools.simulated_device import SimulatedDevice
 
 
@@ -34,3 +37,11 @@ def test_the_clock_may_stop_in_the_middle_of_a_launch():
 def test_a_launch_that_takes_no_time_ends_at_once():
     device = SimulatedDevice()
     assert device.finish(device.launch("lm", 0, now_s=7)) == 7
+
+
+def test_a_window_without_samples_is_not_heard():
+    """CosyVoice 2 holds back 0.4 s, so a first window may have none."""
+    heard = Heard(0.5)
+    for now_s, num in ((1.0, 0), (2.0, 500), (2.5, 500)):
+        heard.take(Audio(np.zeros(num, np.float32), 1), now_s, 1000)
+    assert (heard.ttfa_s, heard.late_s, heard.audio_s) == (1.5, 0.0, 1.0)

@@ -77,6 +77,11 @@ def test_a_server_that_refuses_seeds_gets_none():
         (wav_alone, {"formats": ["wav", "mp3"]}, "returned no mp3: http_400 no mp3 here"),
         (ours, {"models": ("a", "b")}, "choose a model with --model; .*lists: a, b"),
         (ours, {"models": ()}, "lists: nothing"),
+        (
+            ours,
+            {"models": None},
+            r"refused the request \(the key is missing\); give an API key with --api-key",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_measured_is_an_error(answer, more, says):
