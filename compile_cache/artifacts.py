@@ -22,6 +22,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,7 +71,15 @@ def root_directory(root: str | Path | None = None) -> Path:
 def place(name: str, key: str, root: str | Path | None = None) -> Path:
     """Return the path of an entry. name: for people who list the directory; key: from `digest`."""
     versions = f"torch-{torch.__version__}-python-{sys.version_info.major}.{sys.version_info.minor}"
-    return root_directory(root) / versions / target() / f"{name}-{key}"
+    return root_directory(root) / versions / target() / f"{name}-{key}{environment()}"
+
+
+def environment() -> str:
+    """Return what names the headers that a CPU's code is compiled with: Inductor's own key has their paths, so it
+    finds no library of another environment. A GPU's code has none."""
+    if torch.cuda.is_available():
+        return ""
+    return f"-{_hash(torch.__file__.encode(), sysconfig.get_path('include').encode())[:8]}"
 
 
 def target() -> str:

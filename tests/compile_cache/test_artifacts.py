@@ -13,8 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from compile_cache import store
+from compile_cache import artifacts, store
 from compile_cache.artifacts import MANIFEST, opened
 from compile_cache.source import meaning
 
@@ -42,6 +43,21 @@ def test_an_entry_is_made_once_and_found_after_that(place, capfd):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     assert [file.name for file in place.parent.iterdir() if file.is_dir()] == [place.name]
     assert place.stat().st_mode & 0o077 == 0 and capfd.readouterr().err == ""
+
+
+def test_a_cpu_has_an_entry_for_each_environment(monkeypatch):
+    """The key of a library has the paths of the headers, so it is not found from another environment."""
+
+    def places() -> set[Path]:
+        here = artifacts.place("model", "1234")
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__file__", "/another/torch/__init__.py")
+            return {here, artifacts.place("model", "1234")}
+
+    assert len(places()) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert len(places()) == 1
 
 
 DAMAGE = {
