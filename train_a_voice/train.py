@@ -173,13 +173,15 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
         plan = replace(plan, peak=plan.peak / 2)
     if device.type == "cpu" and args.end - time.time() > COMPILE_S and shutil.which("g++"):
         plan = replace(plan, is_compiled=not args.is_quick)
-    sounds, coming = decoder.Sounds(plan, codebooks, device), Coming(scratch, "waves")
+    sounds, coming = decoder.Sounds(plan, codebooks, device), Coming(scratch, "lines")
 
     def grow(sounds: decoder.Sounds) -> bool:
-        fresh = coming()
-        for path in fresh:
-            sounds.add(Lines.load(scratch / "lines" / f"{path.stem}.npz").codes, np.load(path))
-        return bool(fresh)
+        before = sounds.num
+        for path in coming():  # the lines of a part are written after its samples
+            wave = scratch / "waves" / f"{path.stem}.npy"
+            if wave.exists():
+                sounds.add(Lines.load(path).codes, np.load(wave))
+        return sounds.num > before
 
     least = 1 if device.type == "cpu" else FIRST_WAVES
     until_s = time.time() + (min(WAIT_S, (args.end - time.time()) / 4))
