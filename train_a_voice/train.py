@@ -99,13 +99,16 @@ class Coming:
 
 
 class Begin:
-    """The beginning of a run: anew, where another one stopped, or with the parameters of a finished one."""
+    """The beginning of a run: anew, where another one stopped, or with the parameters of a finished one.
+
+    is_further: whether the run trains a finished voice further."""
 
     def __init__(self, path: Path | None):
         self.state = None if path is None else torch.load(path, weights_only=True)
         share = 0.0 if self.state is None else self.state["share"]
-        self.is_finished = share >= 1
-        self.share = 0.0 if self.is_finished else share
+        was_further = self.state is not None and self.state.get("is_further", False)
+        self.is_further = share >= 1 or was_further
+        self.share = 0.0 if share >= 1 else share
 
     def load(self, module: torch.nn.Module) -> None:
         if self.state is None:
@@ -133,7 +136,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
     plan = plan_of(talker.Plan(), talker.ON_CPU, device)
     if args.is_quick:
         plan = replace(plan, positions=512, log_s=0.5, check_s=2.0, warmup=10)
-    if start.is_finished:
+    if start.is_further:
         plan = replace(plan, peak=0.4 * plan.peak, own_share=0.4, own_from=0.0, own_temperature=0.4)
         plan = replace(plan, noise=NEW_NOISE, short_until=0.0)
     given, hidden = Lines.load(folder / "lines.npz"), Lines.load(folder / "unseen.npz")
@@ -154,7 +157,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
         pool,
         unseen,
         plan,
-        sprint.Clock(args.end, start.share),
+        sprint.Clock(args.end, start.share, start.is_further),
         sprint.Log(args.out / "talker_log.jsonl"),
         args.out / "talker.pt",
         lambda pool: sum(pool.add(Lines.load(path), pool.count) for path in coming(20)),
@@ -169,7 +172,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
     plan = plan_of(decoder.Plan(), decoder.ON_CPU, device)
     if args.is_quick:
         plan = replace(plan, batch=2, frames=8, log_s=0.5, room=5_000)
-    if start.is_finished:
+    if start.is_further:
         plan = replace(plan, peak=plan.peak / 2)
     if device.type == "cpu" and args.end - time.time() > COMPILE_S and shutil.which("g++"):
         plan = replace(plan, is_compiled=not args.is_quick)
@@ -200,7 +203,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
         codebooks,
         sounds,
         plan,
-        sprint.Clock(args.end, start.share),
+        sprint.Clock(args.end, start.share, start.is_further),
         sprint.Log(args.out / "decoder_log.jsonl"),
         args.out / "decoder.pt",
         grow,

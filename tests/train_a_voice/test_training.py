@@ -267,16 +267,42 @@ def test_training_reduces_the_loss_of_the_decoder(tmp_path: Path) -> None:
 
 def test_a_stopped_run_continues_its_schedule(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
-    for share, start, is_finished in ((0.4, 0.4, False), (1.0, 0.0, True)):
+    for share, start, is_further in ((0.4, 0.4, False), (1.0, 0.0, True)):
         sprint.save(tmp_path / "state.pt", module, 7, share=share)
         begin = train.Begin(tmp_path / "state.pt")
-        assert (begin.share, begin.is_finished) == (start, is_finished)
+        assert (begin.share, begin.is_further) == (start, is_further)
         assert sprint.Clock(time.time() + 60, begin.share).share == pytest.approx(start, abs=0.01)
     other = torch.nn.Linear(2, 2)
     begin.load(other)
     torch.testing.assert_close(other.weight, module.weight, atol=0.01, rtol=0.01)
     with pytest.raises(AssertionError, match="another voice"):
         begin.load(torch.nn.Embedding(2, 2))
+
+
+def test_a_voice_that_is_trained_further_continues_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rate of a finished voice, also after a stop."""
+    monkeypatch.setattr(sprint, "SAVE_S", -1.0)
+    module = torch.nn.Linear(2, 2)
+    optimiser = sprint.optimiser_of(list(module.parameters()), CPU, 0.0)
+    saved = []
+    monkeypatch.setattr(sprint, "save", lambda path, module, step, **facts: saved.append(facts))
+    sprint.run(
+        module,
+        optimiser,
+        lambda number, share: sprint.Step(module, optimiser, lambda: (module(torch.ones(2)).sum(), {})),
+        sprint.Clock(time.time() + 60, 0.4, is_further=True),
+        sprint.Log(tmp_path / "log.jsonl"),
+        tmp_path / "state.pt",
+        peak=1e-3,
+        warmup=2,
+        records=False,
+        most_steps=1,
+    )
+    torch.save({"module": {}, "step": 1} | saved[0], tmp_path / "state.pt")
+    begin = train.Begin(tmp_path / "state.pt")
+    assert begin.is_further and begin.share == pytest.approx(0.4, abs=0.01)
 
 
 def options(folder: Path, out: Path, seconds: float) -> argparse.Namespace:
@@ -337,7 +363,7 @@ def trained(folder: Path, out: Path, scratch: Path) -> None:
         directory.mkdir(exist_ok=True, parents=True)
     np.save(scratch / "waves" / "00001.npy", np.zeros(FRAME, "<i2"))  # its lines are still being written
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sprint, "Clock", lambda end_s, start: Steps(6))
+        patch.setattr(sprint, "Clock", lambda end_s, start, is_further: Steps(6))
         for role in train.ROLES.values():
             role(folder, scratch, QUICK, args)
 
