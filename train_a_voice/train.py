@@ -1,5 +1,5 @@
 """Train talker and decoder side by side, while other processes make more speech with the flite in the packed
-folder. It needs that folder, torch and numpy; flite's program and a network are not needed.
+folder. It needs no network and no program of flite.
 
 A GPU takes minutes. On a CPU the batches are small, and a voice takes hours.
 """
@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -268,6 +268,13 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
 ROLES: dict[str, Callable[..., None]] = {"talker": train_talker, "decoder": train_decoder}
 
 
+def count(text: str) -> int:
+    """Return a whole number from 1 on, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="PACK", help="folder from `pack`")
     parser.add_argument(
@@ -275,9 +282,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=7.0, help="total time in minutes")
     cores = max(1, (os.cpu_count() or 2) - 3)
-    parser.add_argument("--processes", type=int, default=cores, help="number of processes that make speech")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda if available)")
-    parser.add_argument("--seed", type=int, default=SEED, help="seed of the new sentences")
+    parser.add_argument("--processes", type=count, default=cores, help="number of processes that make speech")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if available")
+    parser.add_argument("--seed", type=count, default=SEED, help="seed of the new sentences")
     begin = "continue the run in this directory if it was stopped; train its voice further if it ended"
     parser.add_argument("--begin", type=Path, help=begin)
     only = "train one part; --begin names the directory that has the other one"
@@ -295,11 +302,30 @@ def keep_others(args: argparse.Namespace) -> None:
     if args.begin is None or not all((args.begin / name).exists() for name in others):
         raise SystemExit(f"train: --only {args.only} needs --begin with a directory that has {others[0]}")
     for name in others:
-        shutil.copyfile(args.begin / name, args.out / name)
+        if args.begin.resolve() != args.out.resolve():
+            shutil.copyfile(args.begin / name, args.out / name)
+
+
+def check_parts(folder: Path, roles: Iterable[str]) -> None:
+    """Raise ValueError if a folder lacks the parts of a training."""
+    for role in roles:
+        if not (folder / f"{role}.pt").exists():
+            raise ValueError(f"{folder} has no {role}.pt; name the directory of a training")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what would fail in the log of a role."""
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes {args.minutes:g} is no time")
+    sprint.pick_device(args.device)
+    if args.begin is not None:
+        check_parts(args.begin, [args.only] if args.only else ROLES)
 
 
 def train(args: argparse.Namespace) -> int:
     """Train a voice, or play one role in it. Return 0 if both trainings ended well."""
+    if args.role == "all":
+        check(args)
     args.end = args.end or time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     if args.only and args.role == "all":

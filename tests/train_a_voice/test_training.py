@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -337,8 +338,14 @@ def test_one_part_is_trained_and_the_other_is_kept(tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit, match=r"needs --begin with a directory that has decoder\.pt"):
         train.train(args)
     args.begin = tmp_path
+    with pytest.raises(ValueError, match=r"has no talker\.pt; name the directory of a training"):
+        train.train(args)
+    (tmp_path / "talker.pt").write_bytes(b"trained before")
     assert train.train(args) == 0 and started == ["more", "talker"]
     assert (args.out / "decoder.pt").read_bytes() == b"trained before"
+    args.begin = args.out = tmp_path  # continues in its own directory
+    assert train.train(args) == 0
+    assert (tmp_path / "decoder.pt").read_bytes() == b"trained before"
 
 
 def test_a_part_that_trains_alone_has_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +469,42 @@ def test_the_full_voice_is_small_enough(tmp_path: Path) -> None:
     checkpoint.write_texts(tmp_path, FULL)
     _, parameters = survey(tmp_path)
     assert 2 * parameters < 20e6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export {0} {0}/voice", "has no talker.pt; name the directory of a training"),
+        ("train {0} {0}/out --begin {0}", "has no talker.pt; name the directory of a training"),
+        ("train {0} {0}/out --minutes 0", "--minutes 0 is no time"),
+        ("score {0} --url http://127.0.0.1:9", "http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / pack.LAST).touch()
+    with pytest.raises(SystemExit, match=re.escape(message)) as told:
+        main(line.format(tmp_path).split())
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "voice").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pack work --sentences 0",
+        "train pack out --seed 0",
+        "train pack out --processes 0",
+        "train pack out --device tpu",
+        "score work --codes --count 0",
+    ],
+)
+def test_numbers_below_one_and_other_devices_are_refused(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed 0 would make sentences of the packed folder again, those to check with among them."""
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert f"argument {line.split()[-2]}:" in capsys.readouterr().err
 
 
 def test_an_unknown_step_lists_the_possible_ones(capsys: pytest.CaptureFixture[str]) -> None:
