@@ -23,6 +23,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -80,8 +81,9 @@ def target(device: str) -> str:
     if device == "cuda" and torch.cuda.is_available():
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
-    instructions = " ".join(processor.instruction_sets())
-    return f"{platform.machine()}-{capability}-{_hash(instructions.encode())[:8]}"
+    # Inductor's own key has the paths of the headers, so it finds no library of another environment.
+    facts = *processor.instruction_sets(), torch.__file__, sysconfig.get_path("include")
+    return f"{platform.machine()}-{capability}-{_hash(*map(str.encode, facts))[:8]}"
 
 
 @contextmanager

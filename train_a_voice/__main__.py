@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from train_a_voice import checkpoint, settings, train
+from train_a_voice.pack import LAST
 
 SEED = 1
 
@@ -25,7 +26,7 @@ def pack(args: argparse.Namespace) -> None:
 
 
 def check_packed(folder: Path) -> None:
-    if not (folder / "codebooks.npz").exists():
+    if not (folder / LAST).exists():
         raise SystemExit(f"{folder} is no packed folder; `python -m train_a_voice pack WORK` makes WORK/pack")
 
 
@@ -38,6 +39,7 @@ def export(args: argparse.Namespace) -> None:
     from zoo.qwen3_tts import describe
     from zoo.qwen3_tts.model import Talker
 
+    train.check_parts(args.out, ("talker", "decoder"))
     parts = {name: torch.load(args.out / f"{name}.pt", weights_only=True) for name in ("talker", "decoder")}
     for name, state in parts.items():
         print(f"{name}: step {state['step']}, {state['share']:.0%} of its run")
@@ -84,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     one = step("pack", pack, "speak sentences and write what training needs to WORK/pack")
     one.add_argument("work", type=Path, metavar="WORK", help="working directory")
-    one.add_argument("--sentences", type=int, help=f"how many (default: {settings.FULL.num_sentences})")
+    one.add_argument(
+        "--sentences", type=train.count, help=f"how many (default: {settings.FULL.num_sentences})"
+    )
     one.add_argument("--quick", action="store_true", help="make a tiny voice from a few sentences, as a test")
 
     train.add_arguments(step("train", run, "train talker and decoder from a packed folder"))
@@ -102,14 +106,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     one.add_argument("voice", type=Path, nargs="?", metavar="VOICE", help="directory of the checkpoint")
     one.add_argument("--codes", action="store_true", help="measure the stages that need no training")
     one.add_argument("--url", help="measure a server, such as http://127.0.0.1:8000, instead")
-    one.add_argument("--count", type=int, help="number of sentences (default: all)")
+    one.add_argument("--count", type=train.count, help="number of sentences (default: all)")
     one.add_argument("--seed", type=int, default=0, help="seed of the first sentence")
-    one.add_argument("--processes", type=int, help="number of processes (default: one for each core)")
+    one.add_argument("--processes", type=train.count, help="number of processes (default: one for each core)")
 
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    args.run(args)
+    try:
+        args.run(args)
+    except ValueError as error:
+        if vars(args).get("role", "all") != "all":  # the log of a program gets all of an error
+            raise
+        raise SystemExit(f"train_a_voice: {error}") from None
 
 
 if __name__ == "__main__":

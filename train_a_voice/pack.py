@@ -36,6 +36,7 @@ PART = 500  # sentences of a file
 SEED, UNSEEN_SEED = 1, 7
 NUM_UNSEEN = 400
 NUM_COLOUR = 12  # sentences whose waves show the speakers' colours
+LAST = "flite.tar.xz"  # the file that is written last: with it, a folder is complete
 APART = frozenset(sentences.LINES["held_out"] + sentences.LINES["development"])
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -118,13 +119,17 @@ def pack(work: Path, settings: Settings) -> Path:
     for directory in (folder, parts):
         directory.mkdir(parents=True, exist_ok=True)
     if not (work / "lexicon.txt").exists():
-        judge.lexicon().save(work / "lexicon.txt")
+        judge.lexicon().save(work / "lexicon.part")
+        os.replace(work / "lexicon.part", work / "lexicon.txt")
     lexicon = sentences.Lexicon.load(work / "lexicon.txt")
     texts = sentences.generate(settings.num_sentences, lexicon, SEED, APART)
     num_unseen = min(NUM_UNSEEN, len(texts))
     unseen = sentences.generate(num_unseen, lexicon, UNSEEN_SEED, APART | frozenset(texts))
     pieces = [texts[i : i + PART] for i in range(0, len(texts), PART)]
     paths = [parts / f"{i:05d}.npz" for i in range(len(pieces))]
+    for path, piece in zip(paths, pieces, strict=True):
+        if path.exists():
+            load_part(path, piece)
     if not (folder / "codebooks.npz").exists():
         fit(folder, texts[: settings.num_code_sentences], settings)
     progress = counter("codes", len(texts))
@@ -133,9 +138,11 @@ def pack(work: Path, settings: Settings) -> Path:
     make_lines(unseen, folder / "unseen.npz", folder)
     join(paths, pieces).save(folder / "lines.npz")
     (folder / "lexicon.xz").write_bytes(lzma.compress((work / "lexicon.txt").read_bytes()))
-    with tarfile.open(folder / "flite.tar.xz", "w:xz", preset=0) as archive:
+    part = folder / f"{LAST}.part"
+    with tarfile.open(part, "w:xz", preset=0) as archive:
         for name in OBJECTS:
             archive.add((SYSTEM / name).resolve(), name)
+    os.replace(part, folder / LAST)
     return folder
 
 
@@ -149,11 +156,15 @@ def in_parallel(function: Callable[..., Any], *arguments: Sequence[Any]) -> Iter
 
 
 def join(paths: Sequence[Path], pieces: Sequence[list[str]]) -> Lines:
-    found = [Lines.load(path) for path in paths]
-    for path, lines, texts in zip(paths, found, pieces, strict=True):
-        if lines.texts != texts:
-            raise ValueError(f"{path} has other sentences; use another directory")
-    return Lines.join(found)
+    return Lines.join([load_part(path, texts) for path, texts in zip(paths, pieces, strict=True)])
+
+
+def load_part(path: Path, texts: list[str]) -> Lines:
+    """Return the lines of some texts. Raises ValueError for those of others."""
+    lines = Lines.load(path)
+    if lines.texts != texts:
+        raise ValueError(f"{path} has other sentences; use another directory")
+    return lines
 
 
 def fit(folder: Path, texts: list[str], settings: Settings) -> None:

@@ -119,8 +119,14 @@ def speakers_of(url: str) -> list[str]:
     import httpx
 
     address, names_only = f"{url.rstrip('/')}/v1/audio/voices", {"legacy": "true"}
-    found = succeeded(url, httpx.get(address, params=names_only)).json()["voices"]
-    return [name for name in SPEAKERS if name in found]
+    try:
+        found = succeeded(url, httpx.get(address, params=names_only)).json()["voices"]
+    except httpx.TransportError as error:
+        raise ValueError(f"{url} does not answer: {error}") from None
+    known = [name for name in SPEAKERS if name in found]
+    if not known:
+        raise ValueError(f"{url} has no voice of {' or '.join(SPEAKERS)}")
+    return known
 
 
 def succeeded(url: str, answer: httpx.Response) -> httpx.Response:
@@ -141,7 +147,8 @@ def hear_server(url: str, case: Case) -> dict[str, str]:
 def score(
     work: Path, voice: Path | None, url: str | None, texts: Sequence[str], seed: int, processes: int | None
 ) -> str:
-    """Return a table in Markdown. All transcripts are written to work/heard.jsonl."""
+    """Return a table in Markdown. The transcripts of all stages are written to work/heard.jsonl. Raises ValueError
+    for a server without a speaker."""
     if url is not None:
         todo = cases(texts, seed, speakers_of(url))
         return table(todo, [hear_server(url, case) for case in todo])

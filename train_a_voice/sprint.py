@@ -34,10 +34,15 @@ def pick_device(name: str | None) -> torch.device:
 
 
 class Clock:
-    """The share of a run that is over, at the start and in between. It is 1 at `end_s` (time.time())."""
+    """The share of a run that is over, at the start and in between. It is 1 at `end_s` (time.time()).
 
-    def __init__(self, end_s: float, start: float = 0.0):
+    is_further: whether the run trains a finished voice further, also once it is stopped and continued."""
+
+    is_further = False
+
+    def __init__(self, end_s: float, start: float = 0.0, is_further: bool = False):
         self.began_s, self.end_s, self.start = time.time(), end_s, start
+        self.is_further = is_further
         assert end_s > self.began_s, f"the run would end {self.began_s - end_s:.0f} s before it begins"
 
     @property
@@ -211,7 +216,7 @@ def run(
                 log.write(step=step, rate=rate(peak, warmup, step, clock.share), **extra)
                 logged_s = time.time()
             if time.time() - saved_s > SAVE_S:
-                save(path, module, step, share=share)
+                save(path, module, step, share=share, is_further=clock.is_further)
                 saved_s = time.time()
         save(path, module, step, share=1.0)
         extra = between(step, 1.0) if between is not None else {}

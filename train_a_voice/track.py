@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import soxr
 
 from train_a_voice import vocoder
-from train_a_voice.features import BANDS, FLOOR, HOPS, RATE_HZ, bins_hz, mel_matrix
+from train_a_voice.features import BANDS, FLOOR, FRAME, HOPS, RATE_HZ, bins_hz, log_mel, mel_matrix
 from train_a_voice.flite import RATE_HZ as FLITE_HZ
 from train_a_voice.flite import Speech
 
@@ -149,10 +150,6 @@ def measure_colours(spoken: Sequence[Sequence[Speech]], log_mel: Sequence[Sequen
 
 def wave_mel(speech: Speech) -> np.ndarray:
     """Return the log mel spectrogram [J, BANDS] of an utterance's samples."""
-    import soxr  # a machine that only trains does not need it
-
-    from train_a_voice.features import FRAME, log_mel
-
     assert speech.samples is not None, "the speech was made without samples"
     samples = soxr.resample(speech.samples.astype(np.float32) / 32768, FLITE_HZ, RATE_HZ, quality="HQ")
     padded = np.zeros(speech.utterance.num_frames * FRAME, np.float32)

@@ -1,5 +1,5 @@
 """Train talker and decoder side by side, while other processes make more speech with the flite in the packed
-folder. It needs that folder, torch and numpy; flite's program and a network are not needed.
+folder. It needs no network and no program of flite.
 
 A GPU takes minutes. On a CPU the batches are small, and a voice takes hours.
 """
@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -99,13 +99,16 @@ class Coming:
 
 
 class Begin:
-    """The beginning of a run: anew, where another one stopped, or with the parameters of a finished one."""
+    """The beginning of a run: anew, where another one stopped, or with the parameters of a finished one.
+
+    is_further: whether the run trains a finished voice further."""
 
     def __init__(self, path: Path | None):
         self.state = None if path is None else torch.load(path, weights_only=True)
         share = 0.0 if self.state is None else self.state["share"]
-        self.is_finished = share >= 1
-        self.share = 0.0 if self.is_finished else share
+        was_further = self.state is not None and self.state.get("is_further", False)
+        self.is_further = share >= 1 or was_further
+        self.share = 0.0 if share >= 1 else share
 
     def load(self, module: torch.nn.Module) -> None:
         if self.state is None:
@@ -133,7 +136,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
     plan = plan_of(talker.Plan(), talker.ON_CPU, device)
     if args.is_quick:
         plan = replace(plan, positions=512, log_s=0.5, check_s=2.0, warmup=10)
-    if start.is_finished:
+    if start.is_further:
         plan = replace(plan, peak=0.4 * plan.peak, own_share=0.4, own_from=0.0, own_temperature=0.4)
         plan = replace(plan, noise=NEW_NOISE, short_until=0.0)
     given, hidden = Lines.load(folder / "lines.npz"), Lines.load(folder / "unseen.npz")
@@ -154,7 +157,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
         pool,
         unseen,
         plan,
-        sprint.Clock(args.end, start.share),
+        sprint.Clock(args.end, start.share, start.is_further),
         sprint.Log(args.out / "talker_log.jsonl"),
         args.out / "talker.pt",
         lambda pool: sum(pool.add(Lines.load(path), pool.count) for path in coming(20)),
@@ -169,17 +172,19 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
     plan = plan_of(decoder.Plan(), decoder.ON_CPU, device)
     if args.is_quick:
         plan = replace(plan, batch=2, frames=8, log_s=0.5, room=5_000)
-    if start.is_finished:
+    if start.is_further:
         plan = replace(plan, peak=plan.peak / 2)
     if device.type == "cpu" and args.end - time.time() > COMPILE_S and shutil.which("g++"):
         plan = replace(plan, is_compiled=not args.is_quick)
-    sounds, coming = decoder.Sounds(plan, codebooks, device), Coming(scratch, "waves")
+    sounds, coming = decoder.Sounds(plan, codebooks, device), Coming(scratch, "lines")
 
     def grow(sounds: decoder.Sounds) -> bool:
-        fresh = coming()
-        for path in fresh:
-            sounds.add(Lines.load(scratch / "lines" / f"{path.stem}.npz").codes, np.load(path))
-        return bool(fresh)
+        before = sounds.num
+        for path in coming():  # the lines of a part are written after its samples
+            wave = scratch / "waves" / f"{path.stem}.npy"
+            if wave.exists():
+                sounds.add(Lines.load(path).codes, np.load(wave))
+        return sounds.num > before
 
     least = 1 if device.type == "cpu" else FIRST_WAVES
     until_s = time.time() + (min(WAIT_S, (args.end - time.time()) / 4))
@@ -198,7 +203,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
         codebooks,
         sounds,
         plan,
-        sprint.Clock(args.end, start.share),
+        sprint.Clock(args.end, start.share, start.is_further),
         sprint.Log(args.out / "decoder_log.jsonl"),
         args.out / "decoder.pt",
         grow,
@@ -263,6 +268,13 @@ def run_all(scratch: Path, args: argparse.Namespace) -> int:
 ROLES: dict[str, Callable[..., None]] = {"talker": train_talker, "decoder": train_decoder}
 
 
+def count(text: str) -> int:
+    """Return a whole number from 1 on, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="PACK", help="folder from `pack`")
     parser.add_argument(
@@ -270,9 +282,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=7.0, help="total time in minutes")
     cores = max(1, (os.cpu_count() or 2) - 3)
-    parser.add_argument("--processes", type=int, default=cores, help="number of processes that make speech")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda if available)")
-    parser.add_argument("--seed", type=int, default=SEED, help="seed of the new sentences")
+    parser.add_argument("--processes", type=count, default=cores, help="number of processes that make speech")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if available")
+    parser.add_argument("--seed", type=count, default=SEED, help="seed of the new sentences")
     begin = "continue the run in this directory if it was stopped; train its voice further if it ended"
     parser.add_argument("--begin", type=Path, help=begin)
     only = "train one part; --begin names the directory that has the other one"
@@ -290,11 +302,30 @@ def keep_others(args: argparse.Namespace) -> None:
     if args.begin is None or not all((args.begin / name).exists() for name in others):
         raise SystemExit(f"train: --only {args.only} needs --begin with a directory that has {others[0]}")
     for name in others:
-        shutil.copyfile(args.begin / name, args.out / name)
+        if args.begin.resolve() != args.out.resolve():
+            shutil.copyfile(args.begin / name, args.out / name)
+
+
+def check_parts(folder: Path, roles: Iterable[str]) -> None:
+    """Raise ValueError if a folder lacks the parts of a training."""
+    for role in roles:
+        if not (folder / f"{role}.pt").exists():
+            raise ValueError(f"{folder} has no {role}.pt; name the directory of a training")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what would fail in the log of a role."""
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes {args.minutes:g} is no time")
+    sprint.pick_device(args.device)
+    if args.begin is not None:
+        check_parts(args.begin, [args.only] if args.only else ROLES)
 
 
 def train(args: argparse.Namespace) -> int:
     """Train a voice, or play one role in it. Return 0 if both trainings ended well."""
+    if args.role == "all":
+        check(args)
     args.end = args.end or time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     if args.only and args.role == "all":

@@ -1,7 +1,7 @@
 """The programs of other servers that run against `zoo serve`, and what each needs.
 
 A word in braces is filled in: {url}, {ws}, {host}, {port}, {code} (the checkout), {work} (an empty folder of the case),
-{recording}, {recordings} (a list of them), {text} and {words} (files).
+{recording}, {recordings} (a list of them), {text} and {embedding} (files), {url_of_recording}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CUSTOM, BASE, DESIGN = (f"Qwen/Qwen3-TTS-12Hz-1.7B-{kind}" for kind in ("CustomV
 TEXT = "Hello there. How are you today?"
 SHORT = ("--max-new-tokens", "24")  # random weights seldom end by themselves
 CLONE = ("--ref-audio", "{recording}", "--ref-text", "The words of the recording.")
-LIKED = ("Error", "ERROR", "FAILED", "Traceback", "Failed requests:               0")
+ERRORS = ("Error", "ERROR", "FAILED", "Traceback")  # beginnings of a line that tells of one
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,21 @@ def test_an_entry_is_made_once_and_found_after_that(place, capfd):
     assert place.stat().st_mode & 0o077 == 0 and capfd.readouterr().err == ""
 
 
+def test_a_cpu_has_an_entry_for_each_environment(monkeypatch):
+    """The key of a library has the paths of the headers, so it is not found from another environment."""
+
+    def places(device: str) -> set[Path]:
+        here = artifacts.place("model", "1234", device)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__file__", "/another/torch/__init__.py")
+            return {here, artifacts.place("model", "1234", device)}
+
+    assert len(places("cpu")) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert len(places("cuda")) == 1
+
+
 DAMAGE = {
     "a library is cut off": lambda place: os.truncate(place / "a" / "kernel.so", 3),
     "a library is empty": lambda place: os.truncate(place / "a" / "kernel.so", 0),

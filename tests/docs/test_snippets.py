@@ -32,7 +32,7 @@ def address(tmp_path_factory):
         if name not in started:
             models = {"clone": {"base": "tiny-base"}, "small": {}}[name]
             directory = tmp_path_factory.mktemp(name)
-            server = serving(directory, "--works-dir", directory / "works", key=None, **models)
+            server = serving(directory, "--no-warm", "--works-dir", directory / "works", key=None, **models)
             started[name] = server.__enter__()
             open_ones.append(server)
         else:

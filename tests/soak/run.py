@@ -267,7 +267,7 @@ class Soak:
     async def voices(self) -> list[str]:
         async with self.client.session.get(self.client.url + "/v1/audio/voices") as answer:
             listed = await answer.json()
-        return [voice["name"] for voice in listed["data"] if voice["type"] == "uploaded"]
+        return [voice["name"] for voice in listed["data"] if is_uploaded(voice)]
 
     # --- the server's state ---
 
@@ -300,6 +300,11 @@ class Soak:
             if num_alike >= IDLE_SAMPLES and not (expected and exceeding(expected, found)):
                 break
         return last
+
+
+def is_uploaded(voice: dict[str, str]) -> bool:
+    """Return whether a voice in the server's list was uploaded."""
+    return voice["type"] == "audio_sample"
 
 
 def exceeding(before: Sample, after: Sample | None) -> list[str]:

@@ -12,12 +12,14 @@ import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import soundfile
 from models import family
 
+from serving.http.objects import VoiceObject
 from tests.attack.target import ROOT, command_line, until
 from tests.soak import answers, judge, report
 from tests.soak.answers import Wrong
@@ -25,7 +27,7 @@ from tests.soak.cases import NEED_WORDS, requests_of, speaks
 from tests.soak.conversations import KEEPS_ANSWERS, Answer, check_answer, streamed_answer, talk, talks_of
 from tests.soak.kinds import KINDS
 from tests.soak.plan import LEVELS, Plan
-from tests.soak.run import Ended, Run, Strike
+from tests.soak.run import Ended, Run, Strike, is_uploaded
 from tests.soak.server import MODELS, Process, Sample, summed
 from tests.soak.watched import alive, is_error
 
@@ -205,7 +207,7 @@ def test_an_answer_in_chunks_is_joined():
 
 @pytest.mark.parametrize("end", ["", 'data: {"choices": []}'])
 def test_chunks_without_an_end_are_wrong(end):
-    with pytest.raises((Wrong, ValueError)):
+    with pytest.raises(Wrong, match="without an end"):
         streamed_answer(chunks(*spoken_in_chunks(SPEECH), end=end), TALK)
 
 
@@ -230,6 +232,11 @@ def test_an_answer_with_other_words_another_reason_or_other_audio_is_wrong():
             check_answer(first._replace(**other), first, TALK, is_stream=True)
     with pytest.raises(Wrong, match="differs"):
         check_answer(first._replace(audio=bytes(near)), first, TALK)
+
+
+def test_uploaded_voices_are_those_that_the_server_lists_as_recordings():
+    kinds = get_args(get_type_hints(VoiceObject)["type"])
+    assert [kind for kind in kinds if is_uploaded({"type": kind})] == ["audio_sample"]
 
 
 # --- the verdict ---

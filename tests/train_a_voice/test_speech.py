@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -343,6 +344,24 @@ def test_the_recogniser_understands_flite() -> None:
 def test_a_folder_that_is_not_packed_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is no packed folder; `python -m train_a_voice pack WORK` makes"):
         main(line.format(tmp_path).split())
+
+
+def test_parts_of_other_sentences_are_refused_before_more_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lexicon: generator.Lexicon
+) -> None:
+    lexicon.save(tmp_path / "lexicon.txt")
+    (tmp_path / "lines").mkdir()
+    synthetic.lines(3).save(tmp_path / "lines" / "00000.npz")
+    with pytest.raises(SystemExit, match=r"00000\.npz has other sentences; use another directory"):
+        main(["pack", str(tmp_path), "--quick"])
+    assert not (tmp_path / "pack" / "codebooks.npz").exists()
+
+
+def test_a_server_without_a_speaker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx.Response(200, json={"voices": ["vivian"]})
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    with pytest.raises(SystemExit, match="has no voice of slt or rms"):
+        main(["score", "work", "--url", "http://127.0.0.1:9"])
 
 
 def test_speakers_take_turns() -> None:

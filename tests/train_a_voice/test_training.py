@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -267,16 +268,42 @@ def test_training_reduces_the_loss_of_the_decoder(tmp_path: Path) -> None:
 
 def test_a_stopped_run_continues_its_schedule(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
-    for share, start, is_finished in ((0.4, 0.4, False), (1.0, 0.0, True)):
+    for share, start, is_further in ((0.4, 0.4, False), (1.0, 0.0, True)):
         sprint.save(tmp_path / "state.pt", module, 7, share=share)
         begin = train.Begin(tmp_path / "state.pt")
-        assert (begin.share, begin.is_finished) == (start, is_finished)
+        assert (begin.share, begin.is_further) == (start, is_further)
         assert sprint.Clock(time.time() + 60, begin.share).share == pytest.approx(start, abs=0.01)
     other = torch.nn.Linear(2, 2)
     begin.load(other)
     torch.testing.assert_close(other.weight, module.weight, atol=0.01, rtol=0.01)
     with pytest.raises(AssertionError, match="another voice"):
         begin.load(torch.nn.Embedding(2, 2))
+
+
+def test_a_voice_that_is_trained_further_continues_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rate of a finished voice, also after a stop."""
+    monkeypatch.setattr(sprint, "SAVE_S", -1.0)
+    module = torch.nn.Linear(2, 2)
+    optimiser = sprint.optimiser_of(list(module.parameters()), CPU, 0.0)
+    saved = []
+    monkeypatch.setattr(sprint, "save", lambda path, module, step, **facts: saved.append(facts))
+    sprint.run(
+        module,
+        optimiser,
+        lambda number, share: sprint.Step(module, optimiser, lambda: (module(torch.ones(2)).sum(), {})),
+        sprint.Clock(time.time() + 60, 0.4, is_further=True),
+        sprint.Log(tmp_path / "log.jsonl"),
+        tmp_path / "state.pt",
+        peak=1e-3,
+        warmup=2,
+        records=False,
+        most_steps=1,
+    )
+    torch.save({"module": {}, "step": 1} | saved[0], tmp_path / "state.pt")
+    begin = train.Begin(tmp_path / "state.pt")
+    assert begin.is_further and begin.share == pytest.approx(0.4, abs=0.01)
 
 
 def options(folder: Path, out: Path, seconds: float) -> argparse.Namespace:
@@ -311,8 +338,14 @@ def test_one_part_is_trained_and_the_other_is_kept(tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit, match=r"needs --begin with a directory that has decoder\.pt"):
         train.train(args)
     args.begin = tmp_path
+    with pytest.raises(ValueError, match=r"has no talker\.pt; name the directory of a training"):
+        train.train(args)
+    (tmp_path / "talker.pt").write_bytes(b"trained before")
     assert train.train(args) == 0 and started == ["more", "talker"]
     assert (args.out / "decoder.pt").read_bytes() == b"trained before"
+    args.begin = args.out = tmp_path  # continues in its own directory
+    assert train.train(args) == 0
+    assert (tmp_path / "decoder.pt").read_bytes() == b"trained before"
 
 
 def test_a_part_that_trains_alone_has_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +368,9 @@ def trained(folder: Path, out: Path, scratch: Path) -> None:
     args.is_quick, args.end = True, time.time()
     for directory in (out, scratch / "lines", scratch / "waves"):
         directory.mkdir(exist_ok=True, parents=True)
+    np.save(scratch / "waves" / "00001.npy", np.zeros(FRAME, "<i2"))  # its lines are still being written
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sprint, "Clock", lambda end_s, start: Steps(6))
+        patch.setattr(sprint, "Clock", lambda end_s, start, is_further: Steps(6))
         for role in train.ROLES.values():
             role(folder, scratch, QUICK, args)
 
@@ -435,6 +469,42 @@ def test_the_full_voice_is_small_enough(tmp_path: Path) -> None:
     checkpoint.write_texts(tmp_path, FULL)
     _, parameters = survey(tmp_path)
     assert 2 * parameters < 20e6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export {0} {0}/voice", "has no talker.pt; name the directory of a training"),
+        ("train {0} {0}/out --begin {0}", "has no talker.pt; name the directory of a training"),
+        ("train {0} {0}/out --minutes 0", "--minutes 0 is no time"),
+        ("score {0} --url http://127.0.0.1:9", "http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / pack.LAST).touch()
+    with pytest.raises(SystemExit, match=re.escape(message)) as told:
+        main(line.format(tmp_path).split())
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "voice").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pack work --sentences 0",
+        "train pack out --seed 0",
+        "train pack out --processes 0",
+        "train pack out --device tpu",
+        "score work --codes --count 0",
+    ],
+)
+def test_numbers_below_one_and_other_devices_are_refused(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed 0 would make sentences of the packed folder again, those to check with among them."""
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert f"argument {line.split()[-2]}:" in capsys.readouterr().err
 
 
 def test_an_unknown_step_lists_the_possible_ones(capsys: pytest.CaptureFixture[str]) -> None:

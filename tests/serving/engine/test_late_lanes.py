@@ -4,6 +4,7 @@ promises is in test_promises.py, which runs over this toy, too."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ def engine(**settings) -> Engine:
 
 def guided(i: int, **fields) -> Request:
     """A request that speaks, with guidance."""
-    long = [one for one in requests("toy_late", 60, max_frames=50) if len(alone("toy_late", one).frames) > 20]
-    return replace(long[i], options={"cfg_scale": 3.0}, **fields)
+    asked = requests("toy_late", 60, max_frames=50)
+    long = (one for one in asked if len(alone("toy_late", one).frames) > 20)
+    return replace(next(islice(long, i, None)), options={"cfg_scale": 3.0}, **fields)
 
 
 def agrees(listener: Listener, request: Request) -> None:

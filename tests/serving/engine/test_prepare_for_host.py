@@ -18,14 +18,14 @@ import zoo
 from compile_cache import artifacts, choices
 from serving.engine.device import prepare_for_host as module
 from serving.engine.device.prepare_for_host import cache_place, prepare_for_host
+from zoo.kernels import build
 from zoo.nn.fp8 import FP8Linear
 from zoo.nn.packed import PackedLinear
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch, tmp_path):
-    # what this process built before is built anew, here
-    monkeypatch.setattr(CppCodeCache, "cache", {})
+    monkeypatch.setattr("zoo.kernels.build", lambda: None)
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
 
@@ -75,7 +75,10 @@ def test_memory_that_is_freed_is_kept():
 
 
 @pytest.mark.compile
-def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
+def test_matrices_are_laid_out_and_kernels_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr("zoo.kernels.build", build)
+    # what this process built before is built anew, here
+    monkeypatch.setattr(CppCodeCache, "cache", {})
     fitted = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
     fitted.wide = nn.Linear(512, 512)
     with choices.assumed("onednn"):

@@ -46,6 +46,7 @@ def test_wav_is_a_header_followed_by_the_samples(server):
     assert answer.headers["x-request-id"] in server.engine.asked
     assert answer.headers["x-seed"] == "5"
     assert answer.headers["transfer-encoding"] == "chunked"
+    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
     assert (
         answer.content[:4] == b"RIFF" and answer.content[4:8] == answer.content[40:44] == b"\xff\xff\xff\xff"
     )

@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "Good morning."}]
 def client(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chat")
     model = f"glm={write_demo(directory / 'model')}"
-    with serving(directory, models=[model]) as url, connected(url) as client:
+    with serving(directory, "--no-warm", models=[model]) as url, connected(url) as client:
         yield client
 
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from fake_engine import ANSWERER, MODEL, TRANSCRIBER
 from http_server import Server, error
+from litestar.exceptions import HTTPException
 from sessions import spoken
 from uploads import recording
 from websockets.sync.client import connect
@@ -211,5 +212,18 @@ def test_a_quota_begins_anew_at_midnight():
     with pytest.raises(Exception, match="has used 5 of 5") as refused:
         key.admit(1)
     assert refused.value.headers["retry-after"] == "10"
+    now_s += 11
+    key.admit(5)
+
+
+def test_a_quota_of_audio_is_used_up_to_the_second_and_begins_anew_at_midnight():
+    from serving.engine_client import EngineClient
+
+    now_s = DAY_S - 10.0
+    key = Key(ApiKey("a", key="k", audio_s_per_day=2), Metrics(EngineClient("/nowhere")), lambda: now_s)
+    key.admit(5)
+    key.spoke(5, 2.0)
+    with pytest.raises(HTTPException, match="has used 2 of 2 seconds of audio"):
+        key.admit(5)
     now_s += 11
     key.admit(5)

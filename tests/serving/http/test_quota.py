@@ -161,6 +161,15 @@ def test_a_whole_answer_counts_as_its_peak_until_it_is_sent(server):
     until(lambda: memory.num_held == 0)
 
 
+def test_a_whole_answer_that_is_longer_than_expected_counts_as_it_grows(server):
+    memory = server.app.state.server.memory
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.speak, "tone 25", stream=False, max_new_tokens=1)
+        until(lambda: memory.num_held > 2 * MODEL.sample_rate_hz)  # bytes: 1 s of PCM
+        assert answer.result().status_code == 200
+    until(lambda: memory.num_held == 0)
+
+
 @pytest.mark.parametrize("path", ["/v1/audio/voices/anna/preview", "/v1/audio/pronunciations"])
 def test_stored_files_count_until_they_are_sent(server, path):
     assert upload(server, "anna").status_code == 200

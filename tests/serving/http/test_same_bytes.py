@@ -13,14 +13,17 @@ FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("served"), demo="tiny") as url, connected(url) as client:
+    with (
+        serving(tmp_path_factory.mktemp("served"), "--no-warm", demo="tiny") as url,
+        connected(url) as client,
+    ):
         yield client
 
 
 @pytest.fixture(scope="module")
 def deterministic(tmp_path_factory):
     with (
-        serving(tmp_path_factory.mktemp("served"), "--deterministic", demo="tiny") as url,
+        serving(tmp_path_factory.mktemp("served"), "--no-warm", "--deterministic", demo="tiny") as url,
         connected(url) as client,
     ):
         yield client

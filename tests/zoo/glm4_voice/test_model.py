@@ -118,7 +118,7 @@ def test_padded_rows_give_what_they_give_alone(monkeypatch):
             state.tape[slot, :count, 0] = (torch.arange(count) * (slot + 3)) % 64
             state.ready[slot] = count
         slots, count = torch.arange(len(counts)), torch.tensor(counts)
-        shape, is_last = (2 * CELL, model.spec.window.lengths[-1]), torch.tensor([True, False, False])
+        shape, is_last = (2 * CELL, GRID + 2 * CELL), torch.tensor([True, False, False])
         return model.render(state, View(slots, torch.zeros_like(count), count, is_last, *shape))
 
     with torch.inference_mode():
