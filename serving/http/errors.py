@@ -172,8 +172,8 @@ def outcome_of(error: HTTPException) -> str:
 
 async def log_lost_session(error: Exception, scope: Scope) -> None:
     """Log an exception that ends a WebSocket session: Litestar closes the socket, and says nothing. A client
-    that has left in the meantime is no error."""
-    if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected):
+    that has left in the meantime is no error, and neither is a path that is no WebSocket."""
+    if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected | ClientException):
         log.error("unexpected", path=scope["path"], exc_info=error)
 
 
