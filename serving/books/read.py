@@ -103,7 +103,7 @@ def parts(text: str, max_chars: int = PART_CHARS) -> Iterator[str]:
 
 
 def spoken_parts(text: str, max_chars: int = PART_CHARS) -> list[str]:
-    """Return the parts that have a word, such as a scene break has not. A model refuses to speak the others."""
+    """Return the parts that have a word. A model refuses to speak the others, such as "* * *"."""
     return [part for part in parts(text, max_chars) if HAS_WORD.search(part)]
 
 
