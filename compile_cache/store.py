@@ -90,7 +90,8 @@ def take_in(root: Path, file: Path) -> list[Path]:
             with tarfile.open(file) as tar:
                 tar.extractall(temporary, filter="data")
         except (tarfile.TarError, EOFError, zlib.error) as error:  # the last two: of a damaged .tar.gz
-            raise ValueError(f"{file} is not an exported cache: {error}") from None
+            reason = str(error).partition("\n")[0].rstrip(":")  # a list of what it tried may follow
+            raise ValueError(f"{file} is not an exported cache: {reason}") from None
         for made in _places(Path(temporary)):
             name = made.relative_to(temporary)
             if why := damage(made):

@@ -1,4 +1,5 @@
-"""The command `zoo`. A user's mistake prints one line on stderr and exits with status 2."""
+"""The command `zoo`. A user's mistake prints one line on stderr and exits with status 2, and a file that the system
+refuses one with status 1."""
 
 from __future__ import annotations
 
@@ -31,6 +32,9 @@ def main() -> None:
         fail(f"{error.format_message().removesuffix('.')} (see zoo --help)", error.exit_code)
     except ValueError as error:
         fail(str(error), 2)
+    except OSError as error:  # such as a full disk; commands name the files that they check
+        named = filter(None, (error.filename, error.strerror or str(error)))
+        fail(": ".join(map(str, named)), 1)
     except (KeyboardInterrupt, typer.Abort):
         fail("interrupted", 130)
     sys.exit(status)

@@ -35,6 +35,9 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     _check_output(request, spec, name)
     is_spoken, is_of_clip = request.output == "speech", request.output in OF_CLIP
     is_turn = spec.answers and bool(request.turns) and request.turns[-1].role in ("user", "tool")
+    if not request.text.strip(BLANK) and spec.answers and request.turns and not is_turn:
+        role = request.turns[-1].role
+        raise RequestError("turns", f"the last turn is by {role}, and {name} answers one by the user")
     if not request.text.strip(BLANK) and not (is_turn or is_of_clip):
         raise RequestError("text", "text is empty")
     if request.normalize and spec.answers:

@@ -9,7 +9,6 @@ It prints an Outcome as JSON, has the lowest priority, and ends when its standar
 from __future__ import annotations
 
 import os
-import re
 import resource
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ from serving.books.manuscript import (
     manuscript_at,
     part_file,
 )
-from serving.books.read import Book, Chapter, parts, read_book
+from serving.books.read import Book, Chapter, read_book, spoken_parts
 from serving.exit_with_parent import exit_with_parent
 
 MAX_UTF8_BYTES = 4  # of a character
@@ -75,21 +74,13 @@ def read(document: Path, out: Path, max_chars: int) -> Outcome:
 
 
 def manuscript_of(document: Path, book: Book, max_chars: int) -> Manuscript:
-    """Return the texts of a book. Stretches without a word are left out. Raises ValueError."""
-    found = [
-        ChapterTexts(chapter.title, tuple(part for part in parts(chapter.text, max_chars) if has_words(part)))
-        for chapter in book.chapters
-    ]
-    chapters = tuple(chapter for chapter in found if chapter.parts)
-    if not chapters:
-        raise ValueError(f"{document} has no text")
+    """Return the texts of a book. Raises ValueError."""
+    chapters = tuple(
+        ChapterTexts(chapter.title, tuple(spoken_parts(chapter.text, max_chars))) for chapter in book.chapters
+    )
     if len(chapters) > MAX_CHAPTERS:
         raise ValueError(f"{document} has {len(chapters)} chapters; a work has up to {MAX_CHAPTERS}")
     return Manuscript(book.title, book.author, chapters)
-
-
-def has_words(text: str) -> bool:
-    return re.search(r"\w", text) is not None
 
 
 def joined(where: str, chapter: str | None = None) -> Outcome:

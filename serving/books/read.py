@@ -27,6 +27,7 @@ import sentencex
 from markdown_it import MarkdownIt
 
 from zoo.text.markdown import spoken
+from zoo.text.pauses import HAS_WORD
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup, Tag
@@ -101,6 +102,11 @@ def parts(text: str, max_chars: int = PART_CHARS) -> Iterator[str]:
         yield part
 
 
+def spoken_parts(text: str, max_chars: int = PART_CHARS) -> list[str]:
+    """Return the parts that have a word. A model refuses to speak the others, such as "* * *"."""
+    return [part for part in parts(text, max_chars) if HAS_WORD.search(part)]
+
+
 def _pieces(text: str, max_chars: int) -> Iterator[str]:
     for paragraph in re.findall(r"[\s\S]+?(?:\n\s*\n|\Z)", text):
         for sentence in [paragraph] if len(paragraph) <= max_chars else sentencex.segment("en", paragraph):
@@ -148,7 +154,7 @@ def _between(lines: list[str], marks: list[tuple[int, str]]) -> Iterator[tuple[s
 
 
 def _present(found: Iterator[tuple[str, str]]) -> tuple[Chapter, ...]:
-    return tuple(Chapter(title, text.strip()) for title, text in found if text.strip())
+    return tuple(Chapter(title, text.strip()) for title, text in found if HAS_WORD.search(text))
 
 
 def _ended(line: str) -> str:

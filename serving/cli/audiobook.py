@@ -53,6 +53,8 @@ def audiobook(
     out = out or book.with_suffix(".m4b")
     if out.suffix.lower() not in join.CODECS:
         raise ValueError(f"{out} must end in one of: {', '.join(join.CODECS)}")
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory, and the audiobook would be a file")
     read = read_book(book)
     items = items_of(read, defaults_of(asked, loudness))
     words = [] if pronunciations is None else read_file(pronunciations)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -301,6 +302,8 @@ def check(load: LoadFlags, formats: list[str], plot: Path | None) -> None:
         raise ValueError(
             "give either --rate (an open loop) or --streams (a closed loop); each may be repeated"
         )
+    if not all(map(math.isfinite, (*load.rates, load.duration or 0.0))):
+        raise ValueError("--rate and --duration must be finite")
     shares = load.cancels + load.slow_readers
     if shares > 1:
         raise ValueError(f"--cancels and --slow-readers add up to {shares:g}; at most 1 is possible")

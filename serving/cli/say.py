@@ -190,8 +190,12 @@ def text_to_say(text: str, text_format: str = "plain") -> str:
     from zoo.request import BLANK
     from zoo.text.markdown import spoken
 
-    if text == "-":
-        text = sys.stdin.read()
+    try:
+        if text == "-":
+            text = sys.stdin.read()
+        text.encode()  # in an argument, bytes that are not UTF-8 become half characters
+    except UnicodeError:
+        raise ValueError("the text is not in UTF-8") from None
     if text_format == "markdown":
         text = spoken(text)
     if not text.strip(BLANK):

@@ -34,6 +34,8 @@ FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 # Litestar's complaints
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # two files with one name
+NO_FILE = "Unsupported type: <class 'str'>"  # a text in a field that takes a file
+NO_BODY = "'data'"
 NO_FORM, NO_BOUNDARY = "Invalid multipart/form-data", "multipart boundary missing in Content-Type"
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
@@ -172,8 +174,8 @@ def outcome_of(error: HTTPException) -> str:
 
 async def log_lost_session(error: Exception, scope: Scope) -> None:
     """Log an exception that ends a WebSocket session: Litestar closes the socket, and says nothing. A client
-    that has left in the meantime is no error."""
-    if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected):
+    that has left in the meantime is no error, and neither is a path that is no WebSocket."""
+    if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected | ClientException):
         log.error("unexpected", path=scope["path"], exc_info=error)
 
 
@@ -184,6 +186,8 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     field = re.split(r"[.\[]", key)[0]
     if field in fields and message == GIVEN_TWICE:
         return refusal(400, f"{field} is given more than once", field)
+    if field in fields and message == NO_FILE:
+        return refusal(400, f"{field} is a text, not a file; {field} takes {fields[field]}", field)
     if field in fields:
         text = f"{key}: {uncapitalized(message)}; {field} takes {fields[field]}"
         return refusal(wrong(field), text, field)
@@ -197,6 +201,8 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if missing := re.search("missing required field `(.*)`", message):
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     name = next(iter(fields))
+    if message == NO_BODY:
+        return refusal(400, f"the body is empty; it must be an object with the field {name}: {fields[name]}")
     return refusal(400, f"the body must be an object with the field {name}: {uncapitalized(message)}")
 
 

@@ -34,7 +34,9 @@ PING_S = 20.0
 WRITE_S = 60.0  # default for stall_s: how long a client may read nothing
 LAST_WORDS_S = 2  # from the end of the grace period to the end of the process
 STOPPING = "this server is stopping"
-CUT_OFF = "ASGI callable returned without completing response."  # uvicorn's message
+# uvicorn's messages: a stream was cut off; a WebSocket was refused with an answer of its own
+CUT_OFF = "ASGI callable returned without completing response."
+REFUSED = "ASGI callable returned without completing handshake."
 ANY = "*"  # allows every host or origin
 
 log = structlog.get_logger()
@@ -344,9 +346,9 @@ class Guard:
 
 
 def is_unexpected(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's error about a stream that was cut off. The server does that on purpose when
-    a stream fails, and `Speech.fail` has logged why."""
-    return record.msg != CUT_OFF
+    """Return False for uvicorn's errors about a stream that was cut off and a WebSocket that was refused. The server
+    does both on purpose: when a stream fails, and `Speech.fail` has logged why; and in `deny`."""
+    return record.msg not in (CUT_OFF, REFUSED)
 
 
 def is_address(host: str) -> bool:

@@ -129,7 +129,7 @@ class Session:
         """Handle a message. Raises the refusal, Away."""
         match decoded(text):
             case Config():
-                self.settings = await self._configure(any_object.decode(text))
+                self.settings = await self._configure(fields_in(text))
                 await self._tell(self._configured(self.settings))
             case InputText(said):
                 await self._say(said)
@@ -349,6 +349,15 @@ def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
         half = HALF_PAIR.search(text)  # of which msgspec says that the input was cut off
         why = f"{half[0]} is half of a character" if half is not None else error
         raise refusal(400, f"the message is not valid JSON: {why}", code="invalid_json") from None
+
+
+def fields_in(text: str) -> dict[str, Any]:
+    """Return all fields of a message that `decoded` has taken. Raises the refusal: `decoded` skips a field that it does
+    not know, and with it a number that is too large or a list that is nested too deeply."""
+    try:
+        return any_object.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise refusal(400, f"the message is not valid JSON: {error}", code="invalid_json") from None
 
 
 def decoded_hz(request: SpeechRequest, model: Model) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from serving.books.read import Book, parts
+from serving.books.read import Book, spoken_parts
 from serving.tools.batch import Fields, Item
 
 
@@ -17,7 +17,7 @@ def items_of(book: Book, defaults: dict[str, Any]) -> list[list[Item]]:
     line = 0
     for number, chapter in enumerate(book.chapters, 1):
         found.append([])
-        for at, part in enumerate(parts(chapter.text), 1):
+        for at, part in enumerate(spoken_parts(chapter.text), 1):
             line += 1
             item = Item(line, f"{number:04}-{at:03}", msgspec.structs.replace(fields, text=part))
             found[-1].append(item)

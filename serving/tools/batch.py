@@ -108,14 +108,17 @@ class Item:
 
 @cache
 def content(path: Path) -> str | None:
-    """Return the digest of a file, or None if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    """Return the digest of a file, or None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError:  # the item's own error says why
+        return None
 
 
 def read_items(path: Path, defaults: dict[str, Any]) -> list[Item]:
     """Read the lines of a file that are not blank. Raises ValueError if it has none or cannot be read."""
     try:
-        lines = path.read_text("utf-8").split("\n")
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     items = [read_item(number, line, defaults) for number, line in enumerate(lines, 1) if line.strip()]
@@ -134,8 +137,8 @@ def read_item(number: int, line: str, defaults: dict[str, Any]) -> Item:
     """Parse a line. An unusable line becomes an item with an error."""
     name = f"{number:06}"
     try:
-        given = json.loads(line)
-    except json.JSONDecodeError as error:
+        given = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError) as error:
         return Item(number, name, error=f"the line is not JSON: {error}")
     try:
         if not isinstance(given, dict):
@@ -192,17 +195,15 @@ class Results:
         It also rewrites results.jsonl without the lines of unfinished ids and incomplete lines, so that each
         item ends up with one line. Lines of other input files stay.
         """
-        kept: list[str] = []
+        kept: list[bytes] = []
         done: set[str] = set()
-        text = self.path.read_text("utf-8") if self.path.exists() else ""
-        for line in text.split(
-            "\n"
-        ):  # splitlines would also split at characters that a JSON string may contain
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for line in lines:
             try:
                 result = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # it may end within a character
                 continue
-            if not isinstance(result, dict) or "id" not in result:
+            if not isinstance(result, dict) or not isinstance(result.get("id"), str):
                 continue
             id = result["id"]
             is_same = id in digests and result.get("digest") == digests[id]
@@ -211,7 +212,7 @@ class Results:
                 done.add(id)
             if is_done or id not in ids:
                 kept.append(line)
-        self.write(RESULTS, "".join(f"{line}\n" for line in kept).encode())
+        self.write(RESULTS, b"".join(line + b"\n" for line in kept))
         return done
 
     def write(self, name: str, data: bytes) -> None:

@@ -206,8 +206,9 @@ def test_an_export_leaves_the_remains_of_killed_processes_alone(place, tmp_path)
 
 def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     (tmp_path / "cache.tar").write_bytes(b"no tar")
-    with pytest.raises(ValueError, match="is not an exported cache"):
+    with pytest.raises(ValueError, match="is not an exported cache") as refused:
         store.take_in(tmp_path / "there", tmp_path / "cache.tar")
+    assert "\n" not in str(refused.value)
     root = root_with(place, 1)
     manifest = place.with_name("model-1") / MANIFEST
     listed = json.loads(manifest.read_text())

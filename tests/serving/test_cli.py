@@ -214,6 +214,7 @@ BAD = [
     (["say", " ", "-m", "."], "no text"),
     (["say", "-", "-m", "."], "no text"),
     (["say", "\0\u200b\ufeff", "-m", "."], "no text"),
+    (["say", "a\udcff", "-m", "."], "the text is not in UTF-8"),
     (["say", "Hello.", "-m", ".", "--temperature", "9"], "--temperature"),
     (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
     (["batch", "/no/such.jsonl", "/tmp/x", "-m", "."], "/no/such.jsonl cannot be read"),
@@ -223,6 +224,8 @@ BAD = [
     (["load", "http://x", "--rate", "1", "--streams", "1"], "either --rate"),
     (["load", "x:1", "--rate", "1"], "'x:1' is not the address of a server; use http://HOST:PORT"),
     (["load", "http://x", "--rate", "0"], "--rate"),
+    (["load", "http://x", "--rate", "inf"], "--rate and --duration must be finite"),
+    (["load", "http://x", "--streams", "1", "--duration", "inf"], "--rate and --duration must be finite"),
     (["load", "http://x", "--rate", "1", "--format", "flac"], "not possible; use pcm, wav, mp3, opus, aac"),
     (["load", "http://x", "--rate", "1", "--texts", "/no/such"], "neither short, long, mixed nor a file"),
     (["load", "http://x", "--rate", "1", "-O", "seed"], "NAME=VALUE"),
@@ -251,6 +254,15 @@ def test_a_demo_checkpoint_that_cannot_be_written(zoo, tmp_path, checkpoint):
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file") in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "file"))
     assert "cannot be written" in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "file" / "below"))
+
+
+def test_a_file_that_the_system_refuses_is_one_line(zoo, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", str(tmp_path / "dir"))
+
+    monkeypatch.setattr("serving.http.voices.Voices.survey", full)
+    done = zoo("voices", "list", "--voices-dir", tmp_path)
+    assert (done.returncode, done.stderr) == (1, f"zoo: {tmp_path}/dir: No space left on device\n")
 
 
 def test_a_process_refuses_with_one_line():

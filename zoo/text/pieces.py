@@ -126,8 +126,9 @@ def _pack(parts: list[str], limit_s: float) -> list[str]:
     packed, packed_s = [""], [0.0]
     for part, length in zip(parts, lengths, strict=True):
         # silent parts, such as white space, never form a piece
-        is_nearer = packed_s[-1] == 0 or packed_s[-1] + length / 2 <= even_s
-        if length == 0 or (is_nearer and packed_s[-1] + length <= limit_s):
+        is_silent = length == 0 or packed_s[-1] == 0
+        is_nearer = packed_s[-1] + length / 2 <= even_s
+        if is_silent or (is_nearer and packed_s[-1] + length <= limit_s):
             packed[-1] += part
             packed_s[-1] += length
         else:

@@ -190,6 +190,14 @@ POSSIBLE = {
     "format": "audio/pcm (rate 24000), audio/pcmu and audio/pcma",
     "item.type": "message",
     "item.content": "parts of type input_text, input_audio and output_text",
+    "item.role": "user, assistant and system",
+    "output_modalities": '["audio"] and ["text"]',
+    "max_output_tokens": 'a number from 1, and "inf"',
+    "response.conversation": "auto and none",
+    "session.type": "realtime",
+    # of an event; the last one, because it is a part of others
+    "type": "session.update, input_audio_buffer.append, .commit and .clear, conversation.item.create, .retrieve, "
+    ".truncate and .delete, response.create and .cancel",
 }
 _id_alone = msgspec.json.Decoder(Event)
 

@@ -62,7 +62,7 @@ async def sign_link(data: URLRequest, request: ForgetfulRequest, server: Server)
     for name in NOT_IN_URLS:
         if name in body:
             raise not_in_urls(name)
-    expires_in_s = body.pop("expires_in_s", data.expires_in_s)
+    body.pop("expires_in_s", None)
     if (voice := data.voice_name) is not None:
         body["voice"] = voice
     asked = request_of(body, {})
@@ -70,4 +70,4 @@ async def sign_link(data: URLRequest, request: ForgetfulRequest, server: Server)
     prepared(Speech, asked, body, model, warnings, request, server, counts=False)  # so that it is refused now
     links: Links = request.app.state.links
     key = current.get()
-    return links.sign(body, expires_in_s, None if key is None else key.name)
+    return links.sign(body, data.expires_in_s, None if key is None else key.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -19,7 +20,12 @@ REFUSALS = ("http_400", "http_404", "http_415", "http_422", "unreadable", "no_au
 
 def address(url: str) -> str:
     """Return the base URL of the API, up to /v1, from what the user gave. Raises ValueError."""
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # a port that is too large, or half of an IPv6 address
+        is_address = False
+    if not is_address:
         raise ValueError(f"{url!r} is not the address of a server; use http://HOST:PORT")
     base = url.rstrip("/").removesuffix("/audio/speech")
     return base if base.endswith("/v1") else f"{base}/v1"

@@ -159,6 +159,11 @@ def test_a_body_that_is_not_a_json_object_is_a_400(server, body):
     assert error(server.http.post("/v1/audio/speech", content=body), 400)["message"]
 
 
+def test_an_empty_body_is_called_empty(server):
+    for method, path in (("POST", "/v1/audio/speech"), ("PUT", "/v1/audio/pronunciations")):
+        assert "the body is empty" in error(server.http.request(method, path), 400)["message"]
+
+
 def test_a_body_over_the_limit_is_a_413(server):
     body = json.dumps({"input": "x" * Limits().speech_body_bytes}).encode()
     assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"

@@ -110,6 +110,10 @@ def test_a_url_expires(server):
     forward(0)
 
 
+def test_a_time_may_be_text_as_other_numbers_may(server):
+    assert server.http.get(signed(server, expires_in_s="600")).status_code == 200
+
+
 def test_a_key_in_the_header_is_as_good_as_a_signature(server):
     assert server.http.get("/v1/audio/speech", params=ASK, headers=KEY).status_code == 200
     wrong = server.http.get(signed(server), headers={"authorization": "Bearer no"})

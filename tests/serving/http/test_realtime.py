@@ -421,7 +421,12 @@ def heard_with(**input):
 @pytest.mark.parametrize(
     ("event", "param", "message"),
     [
-        ({"type": "session.close"}, "type", "session.close"),
+        ({"type": "session.close"}, "type", "'session.close'; possible: session.update, input_audio_buffer.append"),
+        ({"type": "session.update", "session": {"type": "x"}}, "session.type", "possible: realtime"),
+        ({"type": "session.update", "session": {"output_modalities": ["x"]}}, "session.output_modalities[0]", 'possible: ["audio"]'),
+        ({"type": "session.update", "session": {"max_output_tokens": "x"}}, "session.max_output_tokens", 'and "inf"'),
+        ({"type": "response.create", "response": {"conversation": "x"}}, "response.conversation", "possible: auto and none"),
+        ({"type": CREATE, "item": {**MESSAGE, "role": "x", "content": TEXT}}, "item.role", "possible: user, assistant"),
         ({"type": "session.update", "session": {"modalities": ["text"]}}, "session", "unknown field `modalities`"),
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "cannot change"),
         ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "takes no tools"),

@@ -15,7 +15,10 @@ from fake_engine import CLONER, FEEDER, MODEL, RATE_HZ, frame
 from http_server import Server, until
 from metrics import outcomes
 from sessions import CHANCE, frames, last_asked, session
+from structlog.testing import capture_logs
 from uploads import recording
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from serving.http.sentences import MAX_CHARS, PassEnd, Sentences
 from serving.http.session import MAX_QUEUED
@@ -531,6 +534,23 @@ def test_half_of_a_character_is_named(server):
         assert "\\ud800 is half of a character" in client.error()["message"]
         client.socket.send('{"type": "input.text", "text": "\\ud83d\\ude00", }')
         assert "half" not in client.error()["message"]
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "1e999"], ids=["integer", "number"])
+def test_a_number_that_is_too_large_is_refused_and_the_session_goes_on(server, value):
+    with session(server) as client:
+        client.socket.send(f'{{"type": "session.config", "seed": {value}}}')
+        assert "out of range" in client.error()["message"]
+        client.configure()
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/audio/speech", "/v1/realtime?model=nothing"])
+def test_a_socket_that_is_refused_leaves_no_error_in_the_log(server, caplog, path):
+    with capture_logs() as lines, pytest.raises(InvalidStatus):
+        connect(f"ws{server.url.removeprefix('http')}{path}")
+    server.http.get("/health")  # the server has ended the connection by then
+    assert not [line for line in lines if line["log_level"] == "error"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_model_that_only_clones_needs_a_voice_at_once(tmp_path):

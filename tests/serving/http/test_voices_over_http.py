@@ -234,6 +234,11 @@ FORMS = [
     ),
     ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
     (
+        {"data": {"name": "x", "audio_sample": "x"}, "files": {"ref_text": (None, "x")}},
+        "audio_sample",
+        "audio_sample is a text, not a file",
+    ),
+    (
         {"data": {"name": "x"}, "files": [("audio_sample", b"x"), ("audio_sample", b"y")]},
         "audio_sample",
         "audio_sample is given more than once",

@@ -11,6 +11,7 @@ import soundfile
 
 from serving.books import join
 from serving.books.read import PART_CHARS, Book, Chapter, parts, read_book
+from serving.tools.audiobook import items_of
 
 MARKDOWN = """# The old man
 
@@ -96,6 +97,21 @@ def test_plain_text_has_chapters_at_lines_that_say_so(tmp_path):
         ],
     )
     assert told(read_book(written(tmp_path / "c.txt", "No chapter.\n"))) == [("Beginning", "No chapter.")]
+
+
+def test_chapters_and_parts_without_a_word_are_left_out(tmp_path):
+    """A model refuses to speak them, so the book would never be complete."""
+    book = read_book(written(tmp_path / "b.txt", "* * *\n\nChapter 1\n\nThe end.\n"))
+    assert [title for title, _ in told(book)] == ["Chapter 1"]
+    text = "word " * 1199 + "\n\n* * *\n\n" + "word " * 1199
+    [items] = items_of(Book("b", None, (Chapter("One", text),)), {})
+    assert len(list(parts(text))) == 3 and [item.id for item in items] == ["0001-001", "0001-002"]
+
+
+def test_a_directory_is_no_audiobook(tmp_path):
+    (tmp_path / "b.m4b").mkdir()
+    done = shell.zoo("audiobook", written(tmp_path / "b.md", MARKDOWN))
+    assert done.returncode == 2 and "is a directory" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["EPUB 3", "EPUB 2"])

@@ -129,6 +129,34 @@ def test_an_incomplete_line_of_a_killed_run_is_not_a_result(run):
     assert (tally.found, tally.made) == (2, 1) and set(results(run.out.directory)) == {"ann", "ben", "cal"}
 
 
+def test_a_line_that_was_cut_within_a_character_is_not_a_result(run):
+    run(*TEXTS[:2])
+    with (run.out.directory / "results.jsonl").open("ab") as file:
+        file.write(b'{"id": ["cal"]}\n{"id": "cal", "error": "\xc3')
+    tally = run(*TEXTS[:3])
+    assert (tally.found, tally.made) == (2, 1) and set(results(run.out.directory)) == {"ann", "ben", "cal"}
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"text": "a", "seed": %s}' % ("9" * 5000)], ids=["deep", "long"]
+)
+def test_a_line_that_no_parser_takes_does_not_end_the_batch(run, line):
+    tally = run(line, TEXTS[0])
+    assert (tally.made, len(read_items(run.path, {}))) == (1, 2)
+    assert "not JSON" in read_items(run.path, {})[0].error
+
+
+def test_a_byte_order_mark_belongs_to_no_line(tmp_path):
+    (tmp_path / "in").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert [item.fields.text for item in read_items(tmp_path / "in", {})] == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a\0b"])
+def test_a_path_that_cannot_be_one_has_no_content(tmp_path, path):
+    [item] = read_items(lines(tmp_path / "in", {"text": "a", "reference": path}), {})
+    assert item.digest(tmp_path, []) != Item(1, "x").digest(tmp_path, [])
+
+
 def test_unusable_lines_have_an_error(tmp_path):
     path = lines(
         tmp_path / "in",

@@ -63,7 +63,7 @@ def test_a_turn_cannot_contain_a_special_token(model):
 @pytest.mark.parametrize(
     ("turns", "text", "message"),
     [
-        ((Turn("assistant", "Hm."),), "", "text is empty"),
+        ((Turn("assistant", "Hm."),), "", "the last turn is by assistant"),
         ((Turn("user", "Hm."),), "Again.", "user, user"),
         ((Turn("user", "Hm."), Turn("system", "Hm.")), "Again.", "user, system, user"),
         ((Turn("user", "Hm."), Turn("assistant", None, CLIP)), "Again.", "reads only its text"),

@@ -173,7 +173,7 @@ def test_a_continued_clip_goes_on_from_its_own_last_frames():
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        ((Turn("assistant", "Yes."),), "text is empty"),
+        ((Turn("assistant", "Yes."),), "the last turn is by assistant"),
         ((Turn("user", " "),), "a turn by user has neither text nor audio"),
         ((Turn("user", "a"), Turn("system", "b"), Turn("user", "c")), "a system turn is not the first one"),
         ((Turn("system", clip=clip()), Turn("user", "c")), "a voice to speak in is a reference"),

@@ -76,6 +76,12 @@ def test_pieces_are_even_and_silent_text_is_no_piece():
     assert split("", 6) == [""]
 
 
+@pytest.mark.parametrize("text", ["word " * 30, "abc " * 120, "Hello world " * 60])
+def test_no_piece_is_empty_where_parts_fill_their_bound(text):
+    """Their lengths may add up to a little more than the bound."""
+    assert all(piece.strip() for piece in split(text, 10))
+
+
 def test_tags_and_brackets_are_not_cut():
     text = "[whisper in a small, sad voice] Go. <strong>Now, or never. I say</strong> and {HH AH0, L OW1} (well, no) <|sfx:laughter|>Haha. "
     for piece in split(text * 6, 5):

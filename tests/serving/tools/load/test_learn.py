@@ -101,8 +101,9 @@ def test_addresses():
         address(given)
         for given in ("http://x:1", "http://x:1/", "http://x:1/v1/", "http://x:1/v1/audio/speech")
     } == {expected}
-    with pytest.raises(ValueError, match="use http://HOST:PORT"):
-        address("x:1")
+    for wrong in ("x:1", "http://", "http://x:99999", "http://[::1"):
+        with pytest.raises(ValueError, match="use http://HOST:PORT"):
+            address(wrong)
 
 
 def test_no_server():
