@@ -135,7 +135,7 @@ def rehearse(
     uncompiled: Collection[str] = (),
 ) -> Rehearsal:
     """Run a model's parts on a pretended card. is_largest_window: renders have windows of the largest size
-    only; uncompiled: places of parts of a render that run as they are written."""
+    and length only; uncompiled: places of parts of a render that run as they are written."""
     path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
     log = Log(cache=L2(CARDS[card_name].L2_cache_size))
     with (
@@ -181,7 +181,7 @@ def rehearse(
         # A render's bytes and FLOPs are linear between the fewest slots and the most.
         ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
         for num_slots, frames in product(ends, runner.windows):
-            for length in spec.window.lengths or (0,):
+            for length in runner.lengths:
                 runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
         if "listen" in parts and spec.listens and spec.keeps_answers:  # it holds conversations
@@ -200,9 +200,8 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     Where second lanes open late, a step of one slot has one without and one with its second lane.
     A prefill has one graph. Each part of a render has its graphs for all shapes together."""
     spec, how_rendered, sizes = runner.family.spec, runner.lowered.how[2], runner.sizes
-    window = spec.window
     buckets = [sizes.render_buckets(frames) for frames in runner.windows]
-    renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
+    renders = sum(map(num_graphs, buckets)) * len(runner.lengths)
     if isinstance(how_rendered, Parts):
         renders = num_graphs([size for few in buckets for size in few]) * len(how_rendered.parts)
     steps = num_graphs(sizes.buckets)

@@ -52,8 +52,10 @@ class Rehearsed(Runner):
             family.strategy = replace(family.strategy, gpu_render=Parts(compiled))
         super().__init__(family, max(slots), Arena([family], kv_memory_bytes), codec=codec)
         self.context, self.log = context, log
-        sizes = family.spec.window.sizes
-        self.windows = (max(sizes),) if is_largest_window else sizes
+        window = family.spec.window
+        self.windows, self.lengths = window.sizes, window.lengths or (0,)
+        if is_largest_window:
+            self.windows, self.lengths = (max(self.windows),), (max(self.lengths),)
         self.sizes.buckets = self.sizes.render_batches = sorted(slots)
         self.plain = self.lowered.step, self.lowered.prefill, self.lowered.render
         self.lowered.step, self.lowered.prefill = self.launch_step, self.launch_prefill
@@ -92,13 +94,12 @@ class Rehearsed(Runner):
         step, prefill, render = (
             how != Eager() and part in parts for part, how in zip(names, self.lowered.how, strict=True)
         )
-        lengths = self.family.spec.window.lengths or (0,)
         with mock.patch.object(Graphs, "record", lambda graphs, key, launch: launch()):
             if step:
                 warm_step(self)
             if prefill:
                 warm_prefill(self)
-            for frames, length in product(self.windows, lengths) if render else ():
+            for frames, length in product(self.windows, self.lengths) if render else ():
                 warm_render(self, frames, length)
 
     def count_step(self, num_slots: int) -> None:

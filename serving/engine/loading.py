@@ -12,6 +12,7 @@ import torch
 
 import zoo
 from compile_cache import limits
+from serving.engine.device.runner import narrow_codec
 from serving.engine.memory.device_map import bytes_by_device, device_map, room_of_devices
 from serving.engine.memory.memory_plan import SPARE_PART, fit, plan
 from serving.engine.options import Options
@@ -74,9 +75,12 @@ def sizes(options: Options) -> tuple[int, int | None]:
 
 
 def shapes_of(options: Options, dtype: str, keeps_bf16: bool = False) -> list[Family]:
-    """Return the models without memory."""
+    """Return the models without memory. Raises ValueError if one has no codec of the given format."""
     paths = options.models.values()
-    return [zoo.load(path, "meta", dtype, keeps_bf16, chunked=options.chunked) for path in paths]
+    families = [zoo.load(path, "meta", dtype, keeps_bf16, chunked=options.chunked) for path in paths]
+    for family in families:
+        narrow_codec(family, options.codec)
+    return families
 
 
 def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:

@@ -22,6 +22,7 @@ import torch
 import zoo
 from compile_cache import limits
 from serving import logs, protocol
+from serving.engine.device.runner import narrow_codec
 from serving.engine.disk_full import REFUSED
 from serving.engine.loading import CPU_SLOTS
 from serving.engine.memory.memory_plan import SPARE_PART, plan
@@ -62,6 +63,7 @@ def surveyed(name: str, directory: str, options: Options, device: torch.device) 
     is_cpu = device.type == "cpu"
     dtype = options.dtype or ("float32" if is_cpu else "bfloat16")
     family = zoo.load(directory, "meta", dtype, keeps_bf16=is_cpu, chunked=options.chunked)
+    narrow_codec(family, options.codec)
     slots = options.max_slots or CPU_SLOTS
     made = plan(family, slots, options.kv_memory_bytes, is_for_cpu=is_cpu)
     planned_bytes = made.total + PROCESS_BYTES.get(device.type, 0)

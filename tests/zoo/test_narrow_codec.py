@@ -1,4 +1,4 @@
-"""Codecs whose convolutions run over rows, in fp32 and in 16 bits, next to the plain form."""
+"""Codecs whose convolutions run over rows, in fp32 and in 16 bits, and flows in 16 bits, next to the plain form."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import zoo
 from benchmarks.device_codec import snr_db, spoken
 from serving.engine.device.runner import NARROW_CODECS
 from serving.engine.engine import Engine
+from zoo.glm4_voice.estimator import GroupNorm
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
 
 NARROW = ("qwen3_tts", "voxcpm2", "higgs_v3", "fish_s2", "zonos")
+FLOWS = ("glm4_voice", "step_audio2")
 CODES = 8  # that every tiny codec has
 LEAST_DB = {torch.float32: 95.0, torch.float16: 33.0, torch.bfloat16: 18.0}
+LEAST_MEL_DB = {torch.float16: 56.0, torch.bfloat16: 38.0}
 
 
 def load(name: str, dtype: torch.dtype | None):
@@ -36,7 +39,41 @@ def test_rows_give_the_plain_form_s_samples(name):
             assert dtype == torch.float32 or not torch.equal(samples, expected), "nothing was rounded"
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.families()) - set(NARROW)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOWS)
+def test_flows_in_16_bits_give_the_plain_form_s_mel(name, monkeypatch):
+    """Samples cannot be compared: the vocoder sums the pitch, so a small error shifts the phase of all that follows."""
+    monkeypatch.setattr("benchmarks.device_codec.STREAMS", 1)
+
+    def mel(dtype):
+        made, family = [], load(name, dtype)
+        family.flow.register_forward_hook(lambda _, given, result: made.append(result))
+        spoken(family, False, CODES)
+        assert {part.dtype for part in made} == {torch.float32}
+        return torch.cat(made, 1)
+
+    with torch.inference_mode():
+        expected = mel(None)
+        for dtype, least_db in LEAST_MEL_DB.items():
+            found = mel(dtype)
+            assert snr_db(found, expected) >= least_db, f"{name} in {dtype}"
+            assert not torch.equal(found, expected), "nothing was rounded"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_counts_more_frames_than_16_bits_can(dtype):
+    """fp16 counts to 65,504 and bf16 to 256 exactly; a group of a long answer has 88,000 values."""
+    torch.manual_seed(0)
+    norm = GroupNorm(8, 256)
+    x, mask = torch.randn(1, 256, 2752) + 3, torch.ones(1, 1, 2752)
+    mask[..., -5:] = 0  # a padded row, which no kernel of torch computes
+    expected = norm.masked(x, mask)
+    found = norm.to(dtype).masked(x.to(dtype), mask.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.families()) - set(NARROW) - set(FLOWS)))
 def test_other_codecs_say_which_formats_they_have(name):
     with pytest.raises(ValueError, match=r"has no form in 16 bits; possible for --codec: float32, tf32"):
         zoo.load(directory(name, "tiny"), "cpu", "float32").narrow_codec(torch.float16)

@@ -51,8 +51,8 @@ class Family(nn.Module, ABC, Generic[S]):
         whole. Families whose chunks are exact have nothing to change."""
 
     def narrow_codec(self, dtype: torch.dtype) -> None:
-        """Compute the codec's large convolutions in `dtype`, of 16 bits. Raises ValueError for a codec that
-        has no such form."""
+        """Compute the codec's large convolutions, or its flow's estimator, in `dtype`, of 16 bits. Raises
+        ValueError for a codec that has no such form."""
         raise ValueError(
             f"the codec of {self.spec.family} has no form in 16 bits; possible for --codec: float32, tf32"
         )

@@ -13,6 +13,7 @@ Source: THUDM/GLM-4-Voice at eb00ce9, cosyvoice/flow/decoder.py; Matcha-TTS (arX
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from zoo import kernels
 from zoo.glm4_voice.config import FlowConfig
+from zoo.nn import row_convolution
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import is_turned
 from zoo.nn.eager import may_follow_values
@@ -39,14 +41,14 @@ class GroupNorm(nn.GroupNorm):
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         if may_follow_values(x) and mask.all():  # a CPU renders each row alone, so nothing is padded
             return self(x)
-        groups = x.unflatten(1, (self.num_groups, -1))  # [B, G, C / G, T]
-        there = mask[:, None]
+        groups = x.float().unflatten(1, (self.num_groups, -1))  # [B, G, C / G, T]
+        there = mask[:, None].float()  # 16 bits could not count the frames
         count = there.sum((2, 3), keepdim=True) * groups.shape[2]
         mean = (groups * there).sum((2, 3), keepdim=True) / count
         centred = (groups - mean) * there
         variance = centred.square().sum((2, 3), keepdim=True) / count
         y = (centred * torch.rsqrt(variance + self.eps)).flatten(1, 2)
-        return (y * self.weight[:, None] + self.bias[:, None]) * mask
+        return ((y * self.weight[:, None] + self.bias[:, None]) * mask).to(x.dtype)
 
 
 class Conv(nn.Conv1d, ConvFilters):
@@ -58,12 +60,21 @@ class Conv(nn.Conv1d, ConvFilters):
     def __init__(self, channels: int, out_channels: int, kernel: int = KERNEL):
         super().__init__(channels, out_channels, kernel, padding=kernel // 2)
 
+    @cached_property
+    def in_rows(self) -> Tensor:
+        """The weight [Cout, kernel, C] for `convolve_rows`."""
+        return self.weight.detach().mT.contiguous()
+
     def plus(self, x: Tensor, more: Tensor | None) -> Tensor:
         """Return the convolution of x plus `more` [B, Cout, T]."""
-        if not has_kernel(x, self):
-            y = super().forward(x)
-            return y if more is None else more + y
         [taps] = self.kernel_size
+        if not has_kernel(x, self):
+            if x.dtype in row_convolution.DTYPES:
+                rows = F.pad(x.mT, (0, 0, taps // 2, taps // 2)).contiguous()
+                y = (row_convolution.convolve_rows(rows, self.in_rows, 1) + self.bias).mT
+            else:
+                y = super().forward(x)
+            return y if more is None else more + y
         return kernels.convolve_snake(
             x, None, self.filters, self.bias, taps, dilation=1, residual=more, padding=taps // 2
         )
@@ -83,9 +94,10 @@ class Level:
     cache: Tensor  # [B, 1, 1, 2 * inner], which nothing reads
 
     @classmethod
-    def of(cls, mask: Tensor, inner: int) -> Level:
-        """mask [B, 1, T]; inner: the width of an attention's keys"""
+    def of(cls, mask: Tensor, inner: int, dtype: torch.dtype) -> Level:
+        """mask [B, 1, T] fp32; inner: the width of an attention's keys; dtype: that of the frames"""
         seen = Whole(mask.sum((1, 2)).long(), mask.shape[2])
+        mask = mask.to(dtype)
         scores = torch.zeros_like(mask).masked_fill(mask == 0, -torch.inf)[:, None]
         is_full = may_follow_values(mask) and bool(mask.all())
         return cls(mask, is_full, seen, scores, seen.scratch(mask, 1, 1, 2 * inner)[0])
@@ -172,9 +184,16 @@ class Estimator(nn.Module):
         shifts = torch.stack([stage.resnet.time(time) for stage in stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
 
-    def levels(self, mask: Tensor) -> tuple[Level, Level]:
-        """Return both levels of frames, of which those are there whose mask [B, 1, T] is 1."""
-        return Level.of(mask, self.inner), Level.of(mask[..., ::2], self.inner)
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Compute in `dtype`, of 16 bits. The two convolutions that change the rate stay in fp32, because
+        cuDNN's in 16 bits can be many times slower."""
+        self.to(dtype)
+        self.shrink.float()
+        self.grow.float()
+
+    def levels(self, mask: Tensor, dtype: torch.dtype) -> tuple[Level, Level]:
+        """Return both levels of frames in `dtype`, of which those are there whose mask [B, 1, T] is 1."""
+        return Level.of(mask, self.inner, dtype), Level.of(mask[..., ::2], self.inner, dtype)
 
     def forward(self, x: Tensor, levels: tuple[Level, Level], shifts: Tensor) -> Tensor:
         """Return the velocity [B, MELS, T] of x [B, 4 * MELS, T].
@@ -184,14 +203,19 @@ class Estimator(nn.Module):
         first_down, second_down, *middle, first_up, second_up = shifts.unbind(0)
         whole, half = levels
         x = kept = self.downs[0](whole.of_frames(x), whole, first_down)
-        x = kept_half = self.downs[1](half.of_frames(self.shrink(x)), half, second_down)
+        x = kept_half = self.downs[1](half.of_frames(at_rate(self.shrink, x)), half, second_down)
         x = half.of_frames(self.down_conv(x))
         for stage, shift in zip(self.middle, middle, strict=True):
             x = stage(x, half, shift)
         x = self.ups[0](joined(x, kept_half), half, first_up)
-        x = whole.of_frames(self.grow(x)[..., : whole.mask.shape[2]])
+        x = whole.of_frames(at_rate(self.grow, x)[..., : whole.mask.shape[2]])
         x = self.ups[1](joined(x, kept), whole, second_up)
         return whole.of_frames(self.out(self.final(whole.of_frames(self.up_conv(x)), whole)))
+
+
+def at_rate(conv: nn.Conv1d | nn.ConvTranspose1d, x: Tensor) -> Tensor:
+    """Return x [B, C, T] at another rate, convolved in the dtype of the weights."""
+    return conv(x.to(conv.weight.dtype)).to(x.dtype)
 
 
 def joined(x: Tensor, kept: Tensor) -> Tensor:

@@ -136,8 +136,9 @@ class Flow(nn.Module):
         pairs [2, B, 3 MELS, T]: the condition, and zeros; mask [B, 1, T]: 1 for frames that are there; shifts [stages,
         channels]: the embeddings of the step's time.
         """
-        levels = self.estimator.levels(mask.repeat(2, 1, 1))
-        inputs = torch.cat((x.repeat(2, 1, 1), pairs.flatten(0, 1)), 1)
-        velocity, null = self.estimator(inputs, levels, shifts).unflatten(0, (2, -1)).unbind(0)
+        levels = self.estimator.levels(mask.repeat(2, 1, 1), shifts.dtype)
+        inputs = torch.cat((x.repeat(2, 1, 1), pairs.flatten(0, 1)), 1).to(shifts.dtype)
+        velocities = self.estimator(inputs, levels, shifts).to(x.dtype)
+        velocity, null = velocities.unflatten(0, (2, -1)).unbind(0)
         guidance = self.config.guidance
         return x + stride * ((1 + guidance) * velocity - guidance * null)

@@ -171,6 +171,9 @@ class Glm4Voice(Family[VoiceState]):
         is_token = torch.arange(logits.shape[1], device=h.device) < self.first_code + self.config.flow.codes
         return logits.masked_fill(~is_token, -torch.inf)
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.flow.estimator.narrow(dtype)
+
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         # A stretch of at most CELL codes is one cell, unless it begins with the first cell and goes on behind it.
         is_cell = view.frames <= CELL and view.length != CELL

@@ -117,10 +117,10 @@ class Flow(nn.Module):
         """
         count = (TOKEN_FRAMES * count).repeat_interleave(PAIR)
         state = CodecState(self.estimator.layout, turns.flatten(0, 1), x.shape[1], count)
-        inputs = torch.cat((x.repeat_interleave(PAIR, 0), pairs.flatten(0, 1)), -1)
+        inputs = torch.cat((x.repeat_interleave(PAIR, 0), pairs.flatten(0, 1)), -1).to(parts.dtype)
         mask = None if frames.mask is None else frames.mask.repeat_interleave(PAIR, 0)
         made, new = self.estimator(inputs, parts, last_parts, state, frames, mask, caches)
-        velocity, null = made.unflatten(0, (-1, PAIR)).unbind(1)
+        velocity, null = made.to(x.dtype).unflatten(0, (-1, PAIR)).unbind(1)
         guidance = self.config.guidance
         x = x + stride * ((1 + guidance) * velocity - guidance * null)
         return x, state.next().unflatten(0, (-1, PAIR)), new

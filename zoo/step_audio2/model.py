@@ -267,6 +267,9 @@ class StepAudio2(Family[VoiceState]):
         state.closing[slots] = torch.where(is_open, (left - 1).clamp(min=0), state.closing[slots])
         return token, (before < whole) | (left > 0)
 
+    def narrow_codec(self, dtype: torch.dtype) -> None:
+        self.flow.estimator.to(dtype)
+
     def render(self, state: VoiceState, view: View) -> tuple[Tensor, Tensor]:
         cells = -(-view.frames // GRID)
         most = cells * CELL_MEL * MEL_SAMPLES + self.vocoder.plan.lag

@@ -60,8 +60,9 @@ class Past:
         self.tokens = zeros(like, rows, config.layers, tokens + 1, width)
         self.frames = zeros(like, rows, NUM_UP_LAYERS, frames + 1, width)
         self.ends = like.new_zeros(rows, encoder.layout.size)
-        self.velocities = zeros(like, rows, STEPS, config.depth, PAIR, places + 1, inner)
-        self.turns = like.new_zeros(rows, STEPS, PAIR, estimator.layout.size)
+        parts = estimator.parts
+        self.velocities = zeros(parts, rows, STEPS, config.depth, PAIR, places + 1, inner)
+        self.turns = parts.new_zeros(rows, STEPS, PAIR, estimator.layout.size)
 
     def encoder_caches(self) -> Sequence[Tensor]:
         return (*self.tokens.unbind(1), *self.frames.unbind(1))

@@ -30,6 +30,12 @@ NARROW_CODECS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CODECS = ("float32", "tf32", *NARROW_CODECS)
 
 
+def narrow_codec(family: Family[Any], codec: str) -> None:
+    """Let a family's codec compute in the format of `--codec`. Raises ValueError if it has no such form."""
+    if (dtype := NARROW_CODECS.get(codec)) is not None:
+        family.narrow_codec(dtype)
+
+
 class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
@@ -58,8 +64,7 @@ class Runner:
         self.device = family.device
         self.streams = arena.streams
         self.codec = codec
-        if (narrow := NARROW_CODECS.get(codec)) is not None:
-            family.narrow_codec(narrow)
+        narrow_codec(family, codec)
         self.is_recorded = family.device.type == "cuda"
         self.state = family.state(num_slots)
         page_rows = arena.page_rows(family)

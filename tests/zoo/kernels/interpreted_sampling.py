@@ -15,7 +15,7 @@ from zoo import kernels
 from zoo.kernels import triton_sampling
 from zoo.nn import sampling
 
-EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 TOP_K, TOP_P = [0, 1, 5, 300, 307], [0.0, 1e-6, 0.3, 0.9, 1.0]
 
 

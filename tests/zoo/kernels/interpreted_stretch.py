@@ -15,7 +15,7 @@ from torch import Tensor
 from zoo.kernels import triton_stretch
 from zoo.nn.s3.stretch import PagedLayer, Seen, Stretch, stretch_attention
 
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAYERS, FIRST_ROWS = 2, 3  # FIRST_ROWS: of a chunk, before layer 0
 

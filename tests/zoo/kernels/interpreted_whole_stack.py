@@ -31,8 +31,7 @@ def _numbers(monkeypatch):
     monkeypatch.setattr(triton_whole_stack, "num_programs", lambda x: NUM_PROGRAMS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (9, torch.float32), (9, torch.float16)])
 @pytest.mark.parametrize("name", STACKS)
 def test_phase_by_phase_the_kernel_gives_what_the_plain_operator_gives(name, batch, dtype):
     run(name, batch, dtype, is_whole=False)

@@ -347,6 +347,7 @@ CONVOLVED = {  # channels of x, of the result, taps
     "higgs_v3, last one": (32, 32, 7),
     "qwen3_tts, first upsampling": (1536, 6144, 2),
     "qwen3_tts, last upsampling": (192, 288, 2),
+    "glm4_voice, in the flow": (512, 256, 3),
     "no multiple of a tile": (40, 72, 3),
 }
 
