@@ -13,7 +13,6 @@ Source: THUDM/GLM-4-Voice at eb00ce9, cosyvoice/flow/decoder.py; Matcha-TTS (arX
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,10 +59,9 @@ class Conv(nn.Conv1d, ConvFilters):
     def __init__(self, channels: int, out_channels: int, kernel: int = KERNEL):
         super().__init__(channels, out_channels, kernel, padding=kernel // 2)
 
-    @cached_property
-    def in_rows(self) -> Tensor:
-        """The weight [Cout, kernel, C] for `convolve_rows`."""
-        return self.weight.detach().mT.contiguous()
+    def to_rows(self) -> None:
+        """Lay the weight out in memory as `convolve_rows` reads it. Its shape does not change."""
+        self.weight.data = self.weight.data.mT.contiguous().mT
 
     def plus(self, x: Tensor, more: Tensor | None) -> Tensor:
         """Return the convolution of x plus `more` [B, Cout, T]."""
@@ -71,7 +69,7 @@ class Conv(nn.Conv1d, ConvFilters):
         if not has_kernel(x, self):
             if x.dtype in row_convolution.DTYPES:
                 rows = F.pad(x.mT, (0, 0, taps // 2, taps // 2)).contiguous()
-                y = (row_convolution.convolve_rows(rows, self.in_rows, 1) + self.bias).mT
+                y = (row_convolution.convolve_rows(rows, self.weight.mT, 1) + self.bias).mT
             else:
                 y = super().forward(x)
             return y if more is None else more + y
@@ -190,6 +188,9 @@ class Estimator(nn.Module):
         self.to(dtype)
         self.shrink.float()
         self.grow.float()
+        for module in self.modules():
+            if isinstance(module, Conv):
+                module.to_rows()
 
     def levels(self, mask: Tensor, dtype: torch.dtype) -> tuple[Level, Level]:
         """Return both levels of frames in `dtype`, of which those are there whose mask [B, 1, T] is 1."""
