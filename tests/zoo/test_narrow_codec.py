@@ -73,6 +73,17 @@ def test_a_norm_counts_more_frames_than_16_bits_can(dtype):
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("num_frames", [6, 7])
+def test_frames_at_half_of_the_rate_are_a_product_in_16_bits(num_frames):
+    estimator = load("glm4_voice", None).flow.estimator
+    torch.manual_seed(0)
+    x = torch.randn(2, estimator.shrink.in_channels, num_frames)
+    with torch.inference_mode():
+        expected = estimator.shrink(x)
+        estimator.narrow(torch.float16)
+        torch.testing.assert_close(estimator._shrunk(x.half()).float(), expected, rtol=0, atol=5e-3)
+
+
 @pytest.mark.parametrize("name", sorted(set(zoo.families()) - set(NARROW) - set(FLOWS)))
 def test_other_codecs_say_which_formats_they_have(name):
     with pytest.raises(ValueError, match=r"has no form in 16 bits; possible for --codec: float32, tf32"):

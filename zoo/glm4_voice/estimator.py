@@ -183,10 +183,9 @@ class Estimator(nn.Module):
         self.register_buffer("shifts", shifts, persistent=False)
 
     def narrow(self, dtype: torch.dtype) -> None:
-        """Compute in `dtype`, of 16 bits. The two convolutions that change the rate stay in fp32, because
-        cuDNN's in 16 bits can be many times slower."""
+        """Compute in `dtype`, of 16 bits. `grow` stays in fp32, because cuDNN's in 16 bits can be many times
+        slower."""
         self.to(dtype)
-        self.shrink.float()
         self.grow.float()
         for module in self.modules():
             if isinstance(module, Conv):
@@ -196,6 +195,18 @@ class Estimator(nn.Module):
         """Return both levels of frames in `dtype`, of which those are there whose mask [B, 1, T] is 1."""
         return Level.of(mask, self.inner, dtype), Level.of(mask[..., ::2], self.inner, dtype)
 
+    def _shrunk(self, x: Tensor) -> Tensor:
+        """Return x [B, C, T] at half of the rate. In 16 bits it is one matrix product over rows."""
+        if x.dtype not in row_convolution.DTYPES:
+            return self.shrink(x)
+        rows = F.pad(x.mT, (0, 0, KERNEL // 2, KERNEL // 2))
+        reach = torch.cat([rows[:, i : i + x.shape[2] : 2] for i in range(KERNEL)], -1)
+        return F.linear(reach, self.shrink.weight.mT.flatten(1), self.shrink.bias).mT
+
+    def _grown(self, x: Tensor) -> Tensor:
+        """Return x [B, C, T] at twice the rate."""
+        return self.grow(x.to(self.grow.weight.dtype)).to(x.dtype)
+
     def forward(self, x: Tensor, levels: tuple[Level, Level], shifts: Tensor) -> Tensor:
         """Return the velocity [B, MELS, T] of x [B, 4 * MELS, T].
 
@@ -204,19 +215,14 @@ class Estimator(nn.Module):
         first_down, second_down, *middle, first_up, second_up = shifts.unbind(0)
         whole, half = levels
         x = kept = self.downs[0](whole.of_frames(x), whole, first_down)
-        x = kept_half = self.downs[1](half.of_frames(at_rate(self.shrink, x)), half, second_down)
+        x = kept_half = self.downs[1](half.of_frames(self._shrunk(x)), half, second_down)
         x = half.of_frames(self.down_conv(x))
         for stage, shift in zip(self.middle, middle, strict=True):
             x = stage(x, half, shift)
         x = self.ups[0](joined(x, kept_half), half, first_up)
-        x = whole.of_frames(at_rate(self.grow, x)[..., : whole.mask.shape[2]])
+        x = whole.of_frames(self._grown(x)[..., : whole.mask.shape[2]])
         x = self.ups[1](joined(x, kept), whole, second_up)
         return whole.of_frames(self.out(self.final(whole.of_frames(self.up_conv(x)), whole)))
-
-
-def at_rate(conv: nn.Conv1d | nn.ConvTranspose1d, x: Tensor) -> Tensor:
-    """Return x [B, C, T] at another rate, convolved in the dtype of the weights."""
-    return conv(x.to(conv.weight.dtype)).to(x.dtype)
 
 
 def joined(x: Tensor, kept: Tensor) -> Tensor:
