@@ -8,15 +8,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from compile_cache import threads
 from serving.engine.device.streams import AsyncCopy, Stream
 from serving.engine.inbox import Inbox
-from serving.engine.job import Job
-from serving.engine.model_worker import ModelWorker
+from serving.engine.job import Job, Worker
 from zoo.contract import Prompt, following
 
 
 class Composer:
     """stream: for prompts. check_room: raises RequestError for a prompt that never has room."""
 
-    def __init__(self, inbox: Inbox, stream: Stream, check_room: Callable[[ModelWorker, Prompt], None]):
+    def __init__(self, inbox: Inbox, stream: Stream, check_room: Callable[[Worker, Prompt], None]):
         self.inbox = inbox
         self.stream = stream
         self.check_room = check_room

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serving.engine.device.arena import Arena
 from serving.engine.events import Event
 from serving.engine.inbox import Inbox
-from serving.engine.job import Job, QueuedRequest
+from serving.engine.job import Job, QueuedRequest, Worker
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import LATE_FACTOR, MAX_RETRY_S, MIN_RETRY_S
@@ -186,7 +186,7 @@ class Intake:
             late = [pair for each in self.models.values() for pair in each.queue.late(now_s, max_ttfa_s)]
         return [(queued, too_late(wait_s, self.limits.max_ttfa_s)) for queued, wait_s in late]
 
-    def check_room(self, worker: ModelWorker, prompt: Prompt) -> None:
+    def check_room(self, worker: Worker, prompt: Prompt) -> None:
         """Raises RequestError for a pass that can never have its positions or its pages."""
         prompt.check_room(worker.family.spec)
         needed = worker.num_pages(prompt)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,16 +13,45 @@ from torch import Tensor
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.protocol import Answer, Listener
-from zoo.contract import Prompt, Spec
+from zoo.contract import Family, Prompt, Spec
 from zoo.text.pieces import odd_length
 from zoo.text.stops import Writing
-
-if TYPE_CHECKING:
-    from serving.engine.model_worker import ModelWorker  # which imports this module
 
 NO_AUDIO = (
     "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
 )
+
+
+class Worker(Protocol):
+    """The methods of a request's model that the engine calls (model_worker.py)."""
+
+    family: Family[Any]
+    pages: Any
+    queue: Any
+    counters: Any
+    forecaster: Any
+
+    def num_pages(self, prompt: Prompt) -> int: ...
+    def num_ready(self, slot: int) -> int: ...
+    def is_done(self, slot: int) -> bool: ...
+    def admit(self, job: Job) -> bool: ...
+    def begin_pass(self, job: Job) -> bool: ...
+    def release(self, job: Job) -> None: ...
+    def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None: ...
+    def consume(self, job: Job, frames: int) -> None: ...
+    def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
+    def needed_to_resume(self, job: Job) -> list[int]: ...
+    def needed_to_admit(self, job: Job) -> list[int]: ...
+    def buffered_s(self, job: Job) -> float: ...
+    def needs_pages(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
+    def has_use_for_pages(self, job: Job) -> bool: ...
+    def grow(self, job: Job) -> bool: ...
+    def pause(self, job: Job) -> None: ...
+    def resume(self, job: Job) -> bool: ...
+    def record_pass(self, job: Job) -> None: ...
+    def publish_turn(self, job: Job) -> None: ...
+    def keep_answer(self, job: Job) -> None: ...
+    def copy_tape(self, job: Job) -> AsyncCopy: ...
 
 
 @dataclass(eq=False)
@@ -31,7 +60,7 @@ class QueuedRequest:
     has left."""
 
     id: str
-    model: ModelWorker
+    model: Worker
     deliver: Callable[[Event], None]
     listener: Listener = Listener()  # noqa: RUF009, it is frozen
     text_bytes: int = 0  # of all passes
@@ -113,7 +142,7 @@ class Job:
         return self.request.id
 
     @property
-    def model(self) -> ModelWorker:
+    def model(self) -> Worker:
         return self.request.model
 
     @property
