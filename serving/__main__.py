@@ -29,7 +29,8 @@ def main() -> None:
     try:
         status = command.main(sys.argv[1:] or ["--help"], prog_name="zoo", standalone_mode=False)
     except typer.TyperException as error:
-        fail(f"{error.format_message().removesuffix('.')} (see zoo --help)", error.exit_code)
+        why = error.format_message().removesuffix(".").replace("Value error, ", "")  # pydantic's words
+        fail(f"{why} (see zoo --help)", error.exit_code)
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:  # such as a full disk; commands name the files that they check

@@ -150,7 +150,10 @@ BAD = [
     (["serve", "a=.", "b=/no/such"], "'/no/such' is not a directory"),
     (["serve", ".", "--port", "65536"], "--port"),
     (["serve", ".", "--port", "http"], "--port"),
-    (["serve", ".", "--policy", "fast"], "'streaming', 'throughput'"),
+    (
+        ["serve", ".", "--policy", "fast"],
+        "Invalid value for '--policy': 'fast' is not one of 'streaming', 'throughput'",
+    ),
     (["serve", ".", "--dtype", "int4"], "'float32', 'bfloat16'"),
     (["serve", "a=.", "--alias", "tts-1"], "--alias 'tts-1' is not of the form NAME=MODEL"),
     (["serve", "a=.", "--alias", "=a"], "not of the form NAME=MODEL"),
