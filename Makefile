@@ -5,7 +5,7 @@
 # make lint     check formatting, lint and types
 # make docs     build the documentation in site/
 # make fixtures regenerate the parity fixtures
-# make rehearse lower and build every family for GPUs without a GPU, and count launches; 16 to 21 minutes on two cores
+# make rehearse lower and build every family for GPUs without a GPU, and count launches; 20 minutes on two cores
 # make voice    train the small voice in voice/; takes hours
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
 

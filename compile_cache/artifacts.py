@@ -36,7 +36,7 @@ from torch import nn
 
 from compile_cache import choices, processor
 from compile_cache.ownership import make_levels, seal, stranger, stranger_above
-from compile_cache.source import meaning
+from compile_cache.source import meaning_of
 
 MANIFEST = "manifest.json"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
@@ -281,7 +281,7 @@ def digest(model: nn.Module, facts: object, code: Iterable[Path]) -> str:
         for path in (*code, Path(__file__).parent)
         for file in (sorted(path.rglob("*.py")) if path.is_dir() else (path,))
     ]
-    sources = (part for file in files for part in (file.name.encode(), meaning(file.read_bytes())))
+    sources = (part for file in files for part in (file.name.encode(), meaning_of(file)))
     compiler = repr(sorted(config.save_config_portable().items()))
     return _hash(*(line.encode() for line in lines), repr(facts).encode(), compiler.encode(), *sources)
 

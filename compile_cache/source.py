@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import ast
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType
 
 
 def meaning(source: bytes) -> bytes:
-    """Return a Python file's syntax tree without docstrings. It has no comments and no line breaks either.
-    Another release of Python may write the same tree in another way."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            node.body[0] = ast.Pass()
-    return ast.dump(tree).encode()
+    """Return a hash of what Python code does: of its bytecode, without comments, docstrings, assertions and
+    line numbers. Another release of Python may give another hash."""
+    code = compile(source, "", "exec", dont_inherit=True, optimize=2)
+    return blake2b(repr(_facts(code)).encode(), digest_size=16).digest()
+
+
+@cache
+def meaning_of(file: Path) -> bytes:
+    """Return the hash of a file's meaning, as it was at the first call of this process."""
+    return meaning(file.read_bytes())
+
+
+def _facts(value: object) -> object:
+    """Return what `repr` writes the same way in each process: the order of a set differs between processes."""
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    if not isinstance(value, CodeType):
+        return value
+    arguments = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+    names = value.co_name, value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+    code = value.co_code, value.co_exceptiontable
+    return arguments, names, code, tuple(map(_facts, value.co_consts))

@@ -152,6 +152,24 @@ def test_comments_do_not_change_the_meaning_of_a_file_and_numbers_do():
     commented = b"# why\n\ndef f(x):  # what\n\n    return x + 1\n\n\nclass A:\n    y = (2)\n"
     assert meaning(commented) == plain != meaning(b"def f(x):\n    return x + 2\n\nclass A:\n    y = 2\n")
     assert meaning(b'def f():\n    "one"\n    return 1\n') == meaning(b'def f():\n    "two"\n    return 1\n')
+    names = [b"f", b"x=1", b"*x", b"x, /", b"x, *, y"]
+    assert len({meaning(b"def f(%s):\n    pass\n" % name) for name in names}) == len(names)
+    assert meaning(b"def f(x):\n    return g(x)\n") != meaning(b"def f(x):\n    return h(x)\n")
+
+
+def test_each_process_finds_the_same_meaning():
+    source = b"def f(x):\n    return x in {'one', 'two', 'three', 'four', 'five'}, x[1:]\n"
+    program = f"from compile_cache.source import meaning; print(meaning({source!r}).hex())"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1] != b""
 
 
 def root_with(place: Path, *ages_days: float) -> Path:

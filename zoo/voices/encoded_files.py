@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compile_cache.source import meaning
+from compile_cache.source import meaning_of
 from zoo.request import AudioClip
 
 FORMAT, VERSION = "speechzoo.encoded-voice", "1"
@@ -65,7 +65,7 @@ def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
     versions = [version_of(package) for package in PACKAGES]
     name = blake2b(repr((VERSION, family, settings, versions)).encode(), digest_size=8)
     for file in code(family):
-        name.update(meaning(file.read_bytes()))
+        name.update(meaning_of(file))
     for module in modules:
         for label, tensor in module.state_dict().items():
             name.update(repr((label, tensor.dtype, tuple(tensor.shape))).encode())
