@@ -18,6 +18,8 @@ MODEL ?= $(if $(FAMILY),demo/$(FAMILY))
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
+# pip would compile all files of all packages, a third of its time. Python compiles and keeps what it imports.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) -c constraints.txt
 
 .PHONY: serve test test-all lint docs fixtures rehearse voice
 
@@ -39,7 +41,7 @@ docs: $(VENV)/.installed
 	$(BIN)/sphinx-build -W --keep-going docs site
 
 rehearse: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
+	$(INSTALL) -e '.[dev,rehearse]'
 	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4 --dist worksteal
 
 voice: $(VENV)/.installed
@@ -58,14 +60,14 @@ demo/%: | $(VENV)/.serves
 $(VENV)/.serves: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, for example: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(INSTALL) $(TORCH)
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.ray: $(VENV)/.serves
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(INSTALL) -e '.[ray]'
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.serves
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(INSTALL) -e '.[dev,browser]'
 	touch $@

@@ -167,9 +167,10 @@ def test_whole_code_predictors_have_compiled_code_of_their_own():
 
 
 def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monkeypatch):
-    code = tmp_path / "code"
-    code.mkdir()
-    (code / "model.py").write_text("x = 1\n")
+    code, changed = tmp_path / "code", tmp_path / "changed"
+    for folder, source in ((code, "x = 1\n"), (changed, "x = 2\n")):
+        folder.mkdir()
+        (folder / "model.py").write_text(source)
     strategy = family("toy").strategy
     other_eps = Linear(3, 4)
     other_eps.eps = 1e-6
@@ -179,9 +180,8 @@ def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monk
         keep(Linear(3, 4, dtype=torch.bfloat16), strategy, [code]),
         keep(other_eps, strategy, [code]),
         keep(Linear(3, 4), replace(strategy, batches=(1, 2)), [code]),
+        keep(Linear(3, 4), strategy, [changed]),
     ]
-    (code / "model.py").write_text("x = 2\n")
-    places.append(keep(Linear(3, 4), strategy, [code]))
     with torch._inductor.config.patch(max_autotune=True):
         places.append(keep(Linear(3, 4), strategy, [code]))
     another = "AVX512" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "AVX2"
