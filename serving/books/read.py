@@ -181,7 +181,7 @@ class _Epub:
             from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
         except ImportError:
             raise ValueError(
-                "reading an EPUB needs the package beautifulsoup4: pip install 'speechzoo[books]'"
+                "reading an EPUB needs the package beautifulsoup4: pip install -e '.[books]'"
             ) from None
         try:
             if self.files.getinfo(name).file_size > MAX_FILE_BYTES:

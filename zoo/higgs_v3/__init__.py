@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zoo.higgs_v3.model import HiggsV3
 
 NAME = "higgs_v3"
+LICENCE = "Boson Higgs Audio v3 Research and Non-Commercial License (2026-05-21): commercial use needs a separate licence"
 
 
 def claims(path: Path) -> bool:
@@ -100,6 +101,7 @@ def describe(directory: Path):
         options=OPTIONS,
         hints=HINTS,
         name="Higgs Audio V3",
+        licence=LICENCE,
         piece_s=PIECE_S,
         keeps_voice=True,
         lead=LEAD,

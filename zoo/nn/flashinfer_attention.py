@@ -41,7 +41,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MEASURED_POSITIONS = (
     512  # of each sequence when both are timed: a voice's recording and half a minute of speech
 )
-INSTALL = "pip install 'speechzoo[flashinfer]'"
+INSTALL = "pip install -e '.[flashinfer]'"
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 START = {"name": "speechzoo", "docs": "/docs", "schema": "/schema", "models": "/v1/models", "ready": "/ready"}
+START_WITHOUT_PAGES = {name: path for name, path in START.items() if name != "docs"}
 
 
 @cache
@@ -38,7 +39,7 @@ async def start(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/", include_in_schema=False)
 async def start_without_page() -> dict[str, str]:
     """Return the addresses of the API to every client."""
-    return START
+    return START_WITHOUT_PAGES
 
 
 @get("/playground/{name:str}", include_in_schema=False)

@@ -88,7 +88,9 @@ def test_only_files_of_the_page_are_served(server, path):
 
 def test_the_page_can_be_turned_off(tmp_path):
     with Server(tmp_path, playground=False) as server:
-        assert server.http.get("/", headers=BROWSER).json()["schema"] == "/schema"
+        paths = server.http.get("/", headers=BROWSER).json()
+        assert paths.pop("name") == "speechzoo" and paths["schema"] == "/schema"
+        assert all(server.http.get(path).status_code == 200 for path in paths.values())
         assert error(server.http.get("/playground/main.js"), 404)["code"] == "not_found"
 
 

@@ -541,7 +541,7 @@ def test_without_beautifulsoup_an_epub_is_refused_with_the_extra(server, monkeyp
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as book:
         book.writestr("META-INF/container.xml", "<container/>")
-    assert "speechzoo[books]" in error(post(server, file.getvalue(), "b.epub"), 400)["message"]
+    assert "pip install -e '.[books]'" in error(post(server, file.getvalue(), "b.epub"), 400)["message"]
 
 
 def test_a_server_without_a_directory_keeps_no_works(tmp_path):

@@ -184,7 +184,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
 
 def test_without_beautifulsoup_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bs4", None)
-    with pytest.raises(ValueError, match=r"speechzoo\[books\]"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[books\]'"):
         read_book(epub(tmp_path / "b.epub"))
 
 

@@ -265,6 +265,10 @@ def test_a_demo_has_the_requested_seed_dtype_and_layers_and_copied_heads(tmp_pat
     assert len(zoo.load(other, "cpu").backbone.stack.layers) == 1
 
 
+def test_the_licence_is_shown():
+    assert "Non-Commercial" in zoo.inspect(TINY)["licence"]
+
+
 def test_the_mid_size_has_about_150_million_parameters(tmp_path):
     found = zoo.inspect(demo.write_texts(tmp_path / "mid", "mid"))
     assert 120e6 < found["parameters"] < 200e6

@@ -201,7 +201,7 @@ def test_other_gpus_are_refused(hopper, monkeypatch):
 
 def test_without_the_package_it_is_refused(hopper, monkeypatch):
     monkeypatch.setattr(flashinfer_attention, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed: pip install 'speechzoo\[flashinfer\]'"):
+    with pytest.raises(ValueError, match=r"not installed: pip install -e '\.\[flashinfer\]'"):
         kind("flashinfer", cache(), 16, False)
     assert kind("auto", cache(), 16, False) == "triton"
     assert flashinfer_attention.version() is None
