@@ -370,7 +370,7 @@ def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
 
 def test_a_pass_may_end_while_its_stream_is_paused_and_the_next_one_may_lack_pages():
     """The stream is paused while the report of its last step is on its way, and others hold all pages."""
-    request = Request(text="Hum hum hum hum hum. " * 14, temperature=0.0, seed=1)
+    request = Request(text="Hum hum hum hum hum. " * 5, temperature=0.0, seed=1)
     engine = Engine(family("toy"), max_slots=1, compile=False, report_lag=1, clock=Clock())
     listener = Speaker()
     engine.speak("long", request, listener)
