@@ -67,8 +67,7 @@ class SlotPages:
         fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
             for pages in shared:
-                self.pages.give_back(pages)
-            self.pages.shared -= num_shared
+                self.pages.undo_match(pages)
             return None
         dealt = iter(fresh)
         held = [
@@ -90,8 +89,7 @@ class SlotPages:
         lacking = max(-(-(length + 1) // tokens) - len(shared) - len(kept), 0)
         fresh = self.pages.take(lacking)
         if fresh is None:
-            self.pages.give_back(shared)
-            self.pages.shared -= len(shared)
+            self.pages.undo_match(shared)
             return None
         self.pages.give_back(own[: len(shared)])
         job.prompt.null = lane

@@ -327,6 +327,8 @@ def test_pages_may_be_shared_several_at_a_time():
     assert pages.match(1, [*keys, 0], 10, multiple=2) == held[:4]
     assert pages.match(1, keys[:11], 10, multiple=2) == []
     assert pages.shared == 4
+    pages.undo_match(pages.match(1, keys, 10))
+    assert pages.shared == 4
     pages.give_back(held[:4])
     pages.give_back(held)
     assert pages.free == pages.num_pages
