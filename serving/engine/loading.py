@@ -70,7 +70,7 @@ def sizes(options: Options) -> tuple[int, int | None]:
         return options.max_slots or PLACED_SLOTS, options.kv_memory_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
     shapes = shapes_of(options, options.dtype or "bfloat16")
-    slots, kv_memory_bytes = fit(shapes, room, options.max_slots)
+    slots, kv_memory_bytes = fit(shapes, room, options.max_slots, options.kv_memory_bytes)
     return slots, kv_memory_bytes if options.kv_memory_bytes is None else options.kv_memory_bytes
 
 

@@ -99,14 +99,22 @@ def resident_bytes() -> int:
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
-def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
+def fit(
+    families: Iterable[Family[Any]],
+    room: int,
+    max_slots: int | None = None,
+    kv_memory_bytes: int | None = None,
+) -> tuple[int, int]:
     """Return how many slots each family on `meta` may have (`max_slots` if it is given), and the bytes of
     the KV cache: the rest of `room` after weights, states, launches and encoders. Raises ValueError if
-    that is too little.
+    that is too little: less than `usual_kv_bytes`, or than a smaller `kv_memory_bytes` for all families.
     """
     families = list(families)
+    share = None if kv_memory_bytes is None else kv_memory_bytes // len(families)
     for slots in SLOTS if max_slots is None else (max_slots,):
-        plans = [plan(family, slots) for family in families]
+        usual = [usual_kv_bytes(family, slots) for family in families]
+        least = usual if share is None else [min(kv, share) for kv in usual]
+        plans = [plan(family, slots, kv) for family, kv in zip(families, least, strict=True)]
         left = room - sum(one.total - one.kv_cache for one in plans)
         if left >= sum(one.kv_cache for one in plans):
             return slots, left

@@ -69,6 +69,11 @@ class Pages:
         self.shared += len(pages)
         return pages
 
+    def undo_match(self, pages: Sequence[int]) -> None:
+        """Give back what `match` returned, as if it had not been asked."""
+        self.give_back(pages)
+        self.shared -= len(pages)
+
     def take(self, num: int) -> list[int] | None:
         """`num` pages with one reference each, or None and nothing is taken. Cached pages go last, the least
         recently used first."""

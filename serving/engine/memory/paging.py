@@ -47,7 +47,8 @@ class Paging:
         self.fail = fail
         self.pages = pages
         self.max_saved = max_saved
-        self.paused: list[Job] = []
+        # A job stays here until `_paused` looks, and may be paused again by then.
+        self.paused: dict[Job, None] = {}
         self.num_pauses = 0
 
     def may_commit(self, num: int) -> bool:
@@ -82,7 +83,7 @@ class Paging:
         """Begin the next pass of an answer in its slot. If it lacks pages, it is paused, and gets those of
         others before its listener has played its audio."""
         if not job.model.begin_pass(job):
-            self.paused.append(job)
+            self.paused[job] = None
 
     def make_room(self, job: Job) -> bool:
         """Pause flexible requests and jobs that take no step, until a listener's first pages are free. Return
@@ -94,7 +95,7 @@ class Paging:
 
     def _paused(self) -> list[Job]:
         """Return the paused jobs that are to speak on."""
-        self.paused = [job for job in self.paused if job.pages.saved is not None]
+        self.paused = {job: None for job in self.paused if job.pages.saved is not None}
         return [job for job in self.paused if job.model.has_use_for_pages(job)]
 
     def _grow(self, job: Job) -> None:
@@ -135,7 +136,7 @@ class Paging:
             job.model.pause(job)
         except torch.OutOfMemoryError:
             return self.fail(job)
-        self.paused.append(job)
+        self.paused[job] = None
         self.num_pauses += 1
 
 

@@ -67,8 +67,7 @@ class SlotPages:
         fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
             for pages in shared:
-                self.pages.give_back(pages)
-            self.pages.shared -= num_shared
+                self.pages.undo_match(pages)
             return None
         dealt = iter(fresh)
         held = [
@@ -90,8 +89,7 @@ class SlotPages:
         lacking = max(-(-(length + 1) // tokens) - len(shared) - len(kept), 0)
         fresh = self.pages.take(lacking)
         if fresh is None:
-            self.pages.give_back(shared)
-            self.pages.shared -= len(shared)
+            self.pages.undo_match(shared)
             return None
         self.pages.give_back(own[: len(shared)])
         job.prompt.null = lane
@@ -182,13 +180,12 @@ class SlotPages:
         fresh = self.pages.take(sum(needed))
         if fresh is None:
             return False
-        dealt = iter(fresh)
-        lanes = [list(itertools.islice(dealt, count)) for count in needed[: len(job.pages.lanes)]]
-        for lane, pages in enumerate(lanes):
-            self.runner.set_pages(job.slot, lane, pages)
-        job.pages.lanes = lanes
+        dealt = iter(fresh)  # the job's before a launch, which may run out of memory
+        job.pages.lanes = [list(itertools.islice(dealt, count)) for count in needed[: len(job.pages.lanes)]]
         job.pages.past = list(dealt)
-        counts = zip(lanes, self.num_written(job), strict=True)
+        for lane, pages in enumerate(job.pages.lanes):
+            self.runner.set_pages(job.slot, lane, pages)
+        counts = zip(job.pages.lanes, self.num_written(job), strict=True)
         self.runner.restore([page for pages, count in counts for page in pages[:count]], saved)
         job.pages.saved = None
         if self.past is not None:

@@ -87,6 +87,16 @@ def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speec
     assert usual[1] == 0 and usual[0] < model.pages.num_needed(next(LATE.passes(guided(0))))[0]
 
 
+def test_a_request_begins_with_pages_for_the_steps_before_its_first_frame():
+    [model] = engine().models.values()
+    [asked] = requests("toy_late", 1)
+    prompt = next(LATE.passes(replace(asked, max_frames=50)))
+    assert prompt.lead_steps == MAX_TEXT
+    frames = 2 * PAGE_TOKENS - len(prompt.inputs) % PAGE_TOKENS  # with the prompt, these fill their pages
+    num_pages = (len(prompt.inputs) + frames) // PAGE_TOKENS
+    assert model.pages.num_needed(prompt, frames)[0] == num_pages + 1
+
+
 def test_only_open_lanes_take_steps(monkeypatch):
     """The rows of a step are the slots, and the second lanes that are open."""
     served, rows = engine(), []
@@ -143,3 +153,31 @@ def test_a_request_may_be_cancelled_at_any_point(report_lag, turns):
     agrees(run(served, guided(1))[0], guided(1))
     [model] = served.models.values()
     assert not model.running and model.pages.pages.free == model.pages.pages.num_pages
+
+
+def test_a_lane_that_was_to_open_while_its_slot_was_paused_opens_on_its_return():
+    """It gets pages of its own, and then those that an earlier request has filled instead."""
+    served, listener = engine(max_slots=1), Listener()
+    first, second = (
+        guided(0, text="The quick brown fox jumps over the lazy dog.", seed=seed) for seed in (1, 2)
+    )
+    run(served, first)
+    [model] = served.models.values()
+    pages = model.pages.pages
+    filled = pages.match(model.pages.salt, LATE.second_lane(100).prefix_keys, PAGE_TOKENS)
+    served.speak("paused", second, listener)
+    served.turn()
+    [job] = model.running.values()
+    others = pages.take(pages.free)
+    while job.pages.saved is None:  # there is none for its second lane
+        served.turn()
+    assert job.opens_lane_at is not None
+    pages.give_back(others)
+    shared = pages.shared
+    served.turn()
+    assert pages.shared > shared and job.opens_lane_at is None
+    while listener.end is None:
+        served.turn()
+    agrees(listener, second)
+    pages.give_back(filled)
+    assert filled and pages.free == pages.num_pages

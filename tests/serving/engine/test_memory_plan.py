@@ -163,6 +163,20 @@ def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
         sizes(Options(models=models, max_slots=4))
 
 
+def test_a_small_kv_memory_that_is_given_is_all_that_must_fit(monkeypatch):
+    """A larger one than usual does not take slots away."""
+    room = plan(shapes("qwen3_tts", "bfloat16"), 4, kv_memory_bytes=77).total
+    models = {"a": str(directory("qwen3_tts", "tiny"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    free = int(room / (1 - SPARE_PART)) + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    assert sizes(Options(models=models, kv_memory_bytes=77)) == (4, 77)
+    with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
+        sizes(Options(models=models, max_slots=4))
+    slots, _ = sizes(Options(models=models))
+    assert sizes(Options(models=models, kv_memory_bytes=1 << 40)) == (slots, 1 << 40)
+
+
 def test_sizes_on_a_cpu_need_no_survey():
     assert sizes(Options(models={"a": "nowhere"}, device="cpu")) == (8, None)
     assert sizes(Options(models={"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)

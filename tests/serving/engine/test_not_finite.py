@@ -37,6 +37,8 @@ def sicken(made: Family[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         while prompt is not None:
             if request.seed == SICK:
                 prompt.inputs = torch.full_like(prompt.inputs, torch.nan)
+                if prompt.null is not None:
+                    prompt.null = replace(prompt.null, inputs=torch.full_like(prompt.null.inputs, torch.nan))
             prompt = following(given, (yield prompt))
 
     monkeypatch.setattr(made, "passes", passes)
@@ -127,14 +129,15 @@ def test_the_depth_decoder_is_looked_at(name, depth, monkeypatch):
     assert listener.reason == "not_finite"
 
 
-def test_later_requests_share_no_page_of_a_request_that_failed(monkeypatch):
-    """Otherwise one fault would end every request that begins alike."""
-    made = family("toy")
+@pytest.mark.parametrize("name", ["toy", "toy_guided"])
+def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
+    """Otherwise one fault would end every request that begins alike, and the lane of guidance always does."""
+    made = family(name)
     long = Request(text="hm" * 30, seed=SICK, max_frames=9)
     well = replace(long, seed=1)
-    assert alone("toy", well)
+    assert alone(name, well)
     sicken(made, monkeypatch)
     speaking = engine(made)
     failed, heard = serve(speaking, {0: [long], 40: [well]})
-    assert failed.reason == "not_finite" and is_well(heard, "toy", well)
+    assert failed.reason == "not_finite" and is_well(heard, name, well)
     assert speaking.pages.shared == 0

@@ -113,7 +113,7 @@ def test_windows_that_do_not_fit_fail_their_requests_only(is_emulated, monkeypat
         assert listener.reason == "out_of_memory" or is_well(listener, request)
 
 
-@pytest.mark.parametrize("verb", ["save", "restore"])
+@pytest.mark.parametrize("verb", ["save", "restore", "set_pages"])
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_pause_or_a_return_that_does_not_fit_fails_one_request(verb, report_lag, monkeypatch):
     """Whoever speaks is paused every third turn."""
@@ -136,7 +136,11 @@ def test_a_pause_or_a_return_that_does_not_fit_fails_one_request(verb, report_la
 
     monkeypatch.setattr(engine.paging, "deal", pause_first)
     [model] = engine.models.values()
-    failed = failing_once(monkeypatch, model.runner, verb, lambda pages, *_: len(pages) > 0)
+
+    def is_large(first: Any, *_: object) -> bool:
+        return model.running[first].pages.saved is not None if verb == "set_pages" else len(first) > 0
+
+    failed = failing_once(monkeypatch, model.runner, verb, is_large)
     heard = serve(engine, {0: asked[:2], 4: asked[2:]})
     assert failed and [listener.reason for listener in heard].count("out_of_memory") == 1
     for listener, request in zip(heard, asked, strict=True):

@@ -326,6 +326,21 @@ def test_pages_may_be_shared_several_at_a_time():
     pages.publish(1, keys, 10, held)
     assert pages.match(1, [*keys, 0], 10, multiple=2) == held[:4]
     assert pages.match(1, keys[:11], 10, multiple=2) == []
+    assert pages.shared == 4
+    pages.undo_match(pages.match(1, keys, 10))
+    assert pages.shared == 4
     pages.give_back(held[:4])
     pages.give_back(held)
     assert pages.free == pages.num_pages
+
+
+def test_a_forgotten_page_is_found_by_no_prompt_and_is_free_like_any_other():
+    pages = Pages(5)
+    held = prompt(pages, range(8))
+    pages.forget(held)
+    assert pages.match(1, range(9), 4) == []
+    pages.give_back(held)
+    assert len(pages.take(4)) == 4 and pages.evicted == 0
+    pages = Pages(5)
+    with pytest.raises(AssertionError, match="page 1 is forgotten, but nobody holds it"):
+        pages.forget([1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Clock, alone, family, requests, serve, with_and_without_lag
+from models import Listener as Speaker
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Engine, Finished
@@ -363,4 +365,31 @@ def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
         truth = alone(name, request)
         assert listener.frames == len(truth.frames)
         np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+    assert engine.pages.free == engine.pages.num_pages
+
+
+def test_a_pass_may_end_while_its_stream_is_paused_and_the_next_one_may_lack_pages():
+    """The stream is paused while the report of its last step is on its way, and others hold all pages."""
+    request = Request(text="Hum hum hum hum hum. " * 5, temperature=0.0, seed=1)
+    engine = Engine(family("toy"), max_slots=1, compile=False, report_lag=1, clock=Clock())
+    listener = Speaker()
+    engine.speak("long", request, listener)
+    engine.turn()
+    [model] = engine.models.values()
+    [job] = model.running.values()
+    last = len(job.prompt.inputs) - 1 + job.prompt.max_frames
+    while model.runner.kv_lens[job.slot] < last:
+        engine.turn()
+    assert not model.is_done(job.slot)
+    engine.paging._pause(job)
+    others = engine.pages.take(engine.pages.free)
+    while not job.past.frames:
+        if not engine.turn():
+            time.sleep(0.001)  # another thread is building the next pass
+    assert job.pages.saved is not None
+    engine.pages.give_back(others)
+    while engine.num_requests:
+        if not engine.turn():
+            time.sleep(0.001)
+    np.testing.assert_allclose(listener.samples, alone("toy", request).samples, rtol=0, atol=5e-5)
     assert engine.pages.free == engine.pages.num_pages
