@@ -34,6 +34,10 @@ PING_S = 20.0
 WRITE_S = 60.0  # default for stall_s: how long a client may read nothing
 LAST_WORDS_S = 2  # from the end of the grace period to the end of the process
 STOPPING = "this server is stopping"
+UNREADABLE = (
+    "the request is not valid HTTP/1.1: its first line, a header, or the length or a chunk of its body is wrong; "
+    "in a URL, characters outside ASCII must be percent-encoded"
+)
 # uvicorn's messages: a stream was cut off; a WebSocket was refused with an answer of its own
 CUT_OFF = "ASGI callable returned without completing response."
 REFUSED = "ASGI callable returned without completing handshake."
@@ -148,14 +152,16 @@ class Connection(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
             raise HeadTooLarge
+        super().on_headers_complete()
         self.is_reading_body = True
         self._expect(BODY_S)
-        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser could not read, unless it was refused already."""
-        if not self.transport.is_closing():
-            super().send_400_response(msg)
+        """Refuse what the parser could not read. An earlier request gets its answer first."""
+        if self.is_answering and not self.is_reading_body:
+            self.cycle.keep_alive = False
+        else:
+            self._refuse(400, UNREADABLE, "invalid_http")
 
     def on_body(self, body: bytes) -> None:
         self.num_body_bytes += len(body)

@@ -15,6 +15,8 @@ from serving import protocol
 from serving.http import listener
 from serving.settings import Limits
 
+WITHIN_S = 30.0
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
@@ -345,3 +347,64 @@ def test_a_head_that_comes_in_one_read_has_the_size_limit_too(server, monkeypatc
             head = f"GET /health HTTP/1.1\r\nhost: x\r\n{upgrade}x-long: {'y' * num_bytes}\r\n\r\n"
             client.sendall(head.encode())
             assert client.recv(1000).startswith(b"HTTP/1.1 431 ") != is_possible
+
+
+# Requests as bytes
+
+
+def asking(text, more=b"", version=b"1.1", **fields):
+    """Return a request for raw samples. more: headers."""
+    body = json.dumps({"input": text, "response_format": "pcm", **fields}).encode()
+    head = b"POST /v1/audio/speech HTTP/%s\r\nhost: x\r\n%scontent-length: %d\r\n\r\n"
+    return head % (version, more, len(body)) + body
+
+
+def connected(server):
+    return socket.create_connection(server.listener.getsockname(), timeout=WITHIN_S)
+
+
+def to_end(client):
+    """Return all that a connection has until the server closes it."""
+    data = b""
+    while piece := client.recv(1 << 16):
+        data += piece
+    return data
+
+
+def replies(server, sent):
+    with connected(server) as client:
+        client.sendall(sent)
+        return to_end(client)
+
+
+CLOSE = b"connection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"BANANA / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "GET /v1/audio/voices/größe/preview HTTP/1.1\r\nhost: x\r\n\r\n".encode(),
+        b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+        b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    ],
+)
+def test_a_request_that_is_not_http_gets_an_error_like_any_other(server, sent):
+    head, _, body = replies(server, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_url_that_cannot_be_read_is_an_error_on_a_used_connection_too(server):
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"alive" in client.recv(1 << 16)
+        client.sendall(b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b'"invalid_http"' in to_end(client)
+
+
+def test_bytes_behind_a_request_that_are_not_http_do_not_change_its_answer(server):
+    answers = replies(server, asking("frames 2") + b"garbage garbage\r\n\r\n")
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.endswith(frame(1) + b"\r\n0\r\n\r\n")
+    assert answers.count(b"HTTP/1.1 ") == 1
