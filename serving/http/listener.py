@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 from litestar.enums import HttpMethod
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -127,10 +127,16 @@ class Connection(HttpToolsProtocol):
         self.is_reading_body = False
         self.sending: asyncio.TimerHandle | None = None
         self.reading: asyncio.TimerHandle | None = None
+        self.answered: RequestResponseCycle | None = None  # the request whose answer has begun last
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # uvicorn tells only the request that arrived last. The client may have sent it during the answer to
+        # another one.
+        if self.answered is not None:
+            self.answered.disconnected = not self.answered.response_complete
+            self.answered.message_event.set()
         for timer in (self.reading, self.sending):
             if timer is not None:
                 timer.cancel()
@@ -155,6 +161,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.is_reading_body = True
         self._expect(BODY_S)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser could not read. An earlier request gets its answer first."""
@@ -189,7 +199,9 @@ class Connection(HttpToolsProtocol):
 
     def _is_late(self, within_s: float) -> None:
         self.reading = None
-        if self.is_reading_body:
+        if self.pipeline:  # its answer waits for another one, and uvicorn reads nothing meanwhile
+            self._expect(within_s)
+        elif self.is_reading_body:
             self._refuse(408, f"the body did not arrive within {within_s:g} s", "too_slow")
         elif not self.is_answering:  # bytes that arrive during an answer are not a request yet
             self._refuse(408, f"the request did not arrive within {within_s:g} s", "too_slow")
@@ -203,7 +215,8 @@ class Connection(HttpToolsProtocol):
         """Close the connection, with an error as the answer if none has begun."""
         if self.transport.is_closing():
             return
-        if not self.is_answering or (self.is_reading_body and not self.cycle.response_started):
+        is_waiting = self.is_reading_body and not self.pipeline
+        if not self.is_answering or (is_waiting and not self.cycle.response_started):
             body = error_body(status, message, code)
             head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)

@@ -408,3 +408,24 @@ def test_bytes_behind_a_request_that_are_not_http_do_not_change_its_answer(serve
     answers = replies(server, asking("frames 2") + b"garbage garbage\r\n\r\n")
     assert answers.startswith(b"HTTP/1.1 200 ") and answers.endswith(frame(1) + b"\r\n0\r\n\r\n")
     assert answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_client_that_leaves_cancels_its_answer_although_another_request_waits(mortal):
+    with connected(mortal) as client:
+        client.sendall(asking("tone 1000") + asking("frames 1"))
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    until(lambda: mortal.engine.cancelled == list(mortal.engine.asked))
+    assert len(mortal.engine.asked) == 1
+
+
+def test_a_request_whose_turn_has_not_come_may_take_its_time(mortal, monkeypatch):
+    """While its predecessor is answered, uvicorn reads nothing, so its body cannot arrive."""
+    monkeypatch.setattr(listener, "BODY_S", 0.2)
+    second = asking("frames 1", CLOSE)
+    with connected(mortal) as client:
+        client.sendall(asking("tone 30") + second[:-5])
+        time.sleep(0.4)
+        client.sendall(second[-5:])
+        answers = to_end(client)
+    assert answers.count(b"HTTP/1.1 200 ") == 2 == answers.count(b"HTTP/1.1 ")
+    assert answers.endswith(frame(0) + b"\r\n0\r\n\r\n")
