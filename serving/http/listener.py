@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import re
 import socket
+import struct
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -164,7 +165,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answered = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, cast(Any, WithoutChunks(app, cycle)) if is_old(cycle) else app)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser could not read. An earlier request gets its answer first."""
@@ -226,6 +227,42 @@ class Connection(HttpToolsProtocol):
     def is_answering(self) -> bool:
         """Whether a request has arrived whose answer is not complete or whose body is still being read."""
         return self.cycle is not None and (self.is_reading_body or not self.cycle.response_complete)
+
+
+def is_old(cycle: RequestResponseCycle) -> bool:
+    """Return whether a client speaks HTTP/1.0, to which no chunks may be sent (RFC 9112, 6.1)."""
+    return cycle.scope["http_version"] == "1.0"
+
+
+class WithoutChunks:
+    """An ASGI middleware for one request: an answer of unknown length ends with the connection. One that is cut off
+    resets the connection, since it would look complete otherwise."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle):
+        self.app, self.cycle = app, cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, has_length = self.cycle, True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = b"content-length" in dict(message["headers"])
+                cycle.chunked_encoding = None if has_length else False
+            elif message["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_plain)
+        finally:
+            if not (has_length or cycle.response_complete or cycle.disconnected):
+                reset_when_closed(cycle.transport)
+
+
+def reset_when_closed(transport: asyncio.Transport) -> None:
+    linger = struct.pack("ii", 1, 0)
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 class Socket(WebSocketsSansIOProtocol):

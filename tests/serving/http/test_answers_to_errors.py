@@ -429,3 +429,15 @@ def test_a_request_whose_turn_has_not_come_may_take_its_time(mortal, monkeypatch
         answers = to_end(client)
     assert answers.count(b"HTTP/1.1 200 ") == 2 == answers.count(b"HTTP/1.1 ")
     assert answers.endswith(frame(0) + b"\r\n0\r\n\r\n")
+
+
+def test_http_1_0_gets_no_chunks(server):
+    head, _, body = replies(server, asking("frames 3", version=b"1.0")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and body == frame(0) + frame(1) + frame(2)
+    head, _, body = replies(server, asking("frames 3", version=b"1.0", stream=False)).partition(b"\r\n\r\n")
+    assert b"content-length: 600" in head and len(body) == 600
+
+
+def test_http_1_0_does_not_take_a_stream_that_failed_for_a_whole_one(server):
+    with pytest.raises(ConnectionResetError):
+        replies(server, asking("fail 2", version=b"1.0"))
