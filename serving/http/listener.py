@@ -12,6 +12,7 @@ import struct
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+import httptools
 import msgspec
 import structlog
 import uvicorn
@@ -125,7 +126,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.num_bytes = self.num_body_bytes = 0  # of the request being read
-        self.is_reading_body = False
+        self.is_reading_body = self.is_read_again = False
         self.sending: asyncio.TimerHandle | None = None
         self.reading: asyncio.TimerHandle | None = None
         self.answered: RequestResponseCycle | None = None  # the request whose answer has begun last
@@ -146,7 +147,16 @@ class Connection(HttpToolsProtocol):
         if self.reading is None:  # the next request on this connection
             self._expect(HEAD_S)
         self.num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self._read_again(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse_unreadable()
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
             self._refuse_head()
 
@@ -159,6 +169,10 @@ class Connection(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
             raise HeadTooLarge
+        is_connect = self.parser.get_method() == b"CONNECT"
+        self.is_read_again = self.parser.should_upgrade() and not self._should_upgrade() and not is_connect
+        if self.is_read_again:
+            return
         super().on_headers_complete()
         self.is_reading_body = True
         self._expect(BODY_S)
@@ -167,7 +181,15 @@ class Connection(HttpToolsProtocol):
         self.answered = cycle
         super()._start_asgi_task(cycle, cast(Any, WithoutChunks(app, cycle)) if is_old(cycle) else app)
 
-    def send_400_response(self, msg: str) -> None:
+    def _read_again(self, rest: bytes) -> None:
+        """Read a request that asks for another protocol as well, such as HTTP/2 (Java's client does), without that
+        wish. The parser would skip its body. rest: what follows the head."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def _refuse_unreadable(self) -> None:
         """Refuse what the parser could not read. An earlier request gets its answer first."""
         if self.is_answering and not self.is_reading_body:
             self.cycle.keep_alive = False
@@ -179,6 +201,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.is_read_again:
+            return
         self.is_reading_body = False
         self._expect(None)
         super().on_message_complete()

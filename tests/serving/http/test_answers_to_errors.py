@@ -441,3 +441,19 @@ def test_http_1_0_gets_no_chunks(server):
 def test_http_1_0_does_not_take_a_stream_that_failed_for_a_whole_one(server):
     with pytest.raises(ConnectionResetError):
         replies(server, asking("fail 2", version=b"1.0"))
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_a_wish_for_http_2_is_ignored(server, pause_s):
+    """Java's client sends it with its first request. pause_s: before the body."""
+    wish = (
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+    )
+    head, _, body = asking("frames 1", wish).partition(b"\r\n\r\n")
+    with connected(server) as client:
+        client.sendall(head + b"\r\n\r\n")
+        time.sleep(pause_s)
+        client.sendall(body + asking("frames 2", CLOSE))
+        answers = to_end(client)
+    assert answers.count(b"HTTP/1.1 200 ") == 2 == answers.count(b"HTTP/1.1 ")
+    assert answers.count(frame(0)) == 2 and answers.endswith(frame(1) + b"\r\n0\r\n\r\n")
