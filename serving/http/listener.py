@@ -21,9 +21,12 @@ from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Response
+from websockets.server import ServerProtocol
+from websockets.typing import StatusLike
 
 from serving.http.accepting import Acceptor
-from serving.http.errors import cut, new_id
+from serving.http.errors import SOCKETS, cut, new_id
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.metrics import Metrics
 from serving.http.objects import Error, ErrorBody
@@ -40,6 +43,7 @@ UNREADABLE = (
     "the request is not valid HTTP/1.1: its first line, a header, or the length or a chunk of its body is wrong; "
     "in a URL, characters outside ASCII must be percent-encoded"
 )
+NO_HANDSHAKE = "a WebSocket opens with a GET request that has no body and at most 128 headers of 8 KiB each"
 # uvicorn's messages: a stream was cut off; a WebSocket was refused with an answer of its own
 CUT_OFF = "ASGI callable returned without completing response."
 REFUSED = "ASGI callable returned without completing handshake."
@@ -289,15 +293,35 @@ def reset_when_closed(transport: asyncio.Transport) -> None:
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
+class Handshake(ServerProtocol):
+    """The handshake and the frames of a WebSocket. A refusal of the handshake has OpenAI's shape."""
+
+    def reject(self, status: StatusLike, text: str) -> Response:
+        message = " ".join(text.split())
+        response = super().reject(status, error_body(int(status), message, "invalid_handshake").decode())
+        del response.headers["content-type"]
+        response.headers["content-type"] = "application/json"
+        return response
+
+
 class Socket(WebSocketsSansIOProtocol):
-    """A WebSocket that disconnects a client that stops reading. uvicorn's own waits for it forever and queues
-    answers to its pings. stall_s: as in Connection."""
+    """A WebSocket that disconnects a client whose handshake cannot be read, or that stops reading. uvicorn's own
+    waits for both forever, and queues answers to pings. stall_s: as in Connection."""
 
     stall_s: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.conn = Handshake(max_size=self.config.ws_max_size, logger=self.conn.logger)
         self.sending: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse the connection if its first data, which are the whole handshake, cannot be read."""
+        super().data_received(data)
+        if not self.handshake_initiated:
+            said = b"".join(self.conn.data_to_send())
+            self.transport.write(said or self.conn.reject(400, NO_HANDSHAKE).serialize())
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -389,6 +413,9 @@ class Guard:
         """Check a WebSocket. Browsers let pages of any site open one and read its messages."""
         if (wrong := self.foreign(scope)) is not None:
             return await deny(send, 403, wrong, "foreign")
+        if scope["path"].rstrip("/") not in SOCKETS:
+            message = f"{cut(scope['path'])} is no WebSocket; these are: {', '.join(SOCKETS)}"
+            return await deny(send, 404, message, "not_found")
         scope["state"]["request_id"] = given_id(scope)
         await self.app(scope, receive, send)
 

@@ -5,6 +5,7 @@ import base64
 import gc
 import json
 import random
+import socket
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -338,3 +339,29 @@ def test_a_client_that_leaves_within_the_handshake_is_disconnected():
     early.handshake_complete = False
     with pytest.raises(ClientDisconnected):
         asyncio.run(early.send({"type": "websocket.accept", "subprotocol": None, "headers": []}))
+
+
+HANDSHAKE = f"GET {PATH} HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+KEY = "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (f"{HANDSHAKE}{KEY}cookie: {'x' * 9000}\r\n\r\n", b"431", "invalid_handshake"),
+        (HANDSHAKE + KEY + 200 * "x: y\r\n" + "\r\n", b"431", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}content-length: 2\r\n\r\n{{}}", b"400", "invalid_handshake"),
+        (f"{HANDSHAKE}\r\n", b"400", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}\r\n".replace("GET", "POST"), b"405", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}\r\n".replace(PATH, "/v1/models"), b"404", "not_found"),
+    ],
+    ids=["long", "many", "body", "no key", "post", "no session"],
+)
+def test_a_handshake_that_is_not_possible_gets_an_error_at_once(server, sent, status, code):
+    with socket.create_connection(server.listener.getsockname(), timeout=30) as client:
+        client.sendall(sent.encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error["code"] == code and error["message"]
