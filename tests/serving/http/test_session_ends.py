@@ -56,6 +56,26 @@ def test_a_too_large_message_closes_the_session(server):
         assert closed(client)[0] == 1009
 
 
+def test_the_fragments_of_a_message_are_joined_as_they_come(server):
+    """A message of two million fragments took 75 MB."""
+    text = json.dumps({"type": "input.text", "text": "frames 2 of it."}).encode()
+    fragments = [
+        b"\x01\x80" + bytes(4),
+        *(b"\x00\x81" + bytes(4) + text[i : i + 1] for i in range(len(text))),
+    ]
+    with session(server) as client:
+        client.configure()
+        client.socket.socket.sendall(b"".join(fragments) + 1000 * (b"\x00\x80" + bytes(4)))
+        [connection] = [
+            each for each in server.uvicorn.server_state.connections if isinstance(each, listener.Socket)
+        ]
+        until(lambda: b"".join(connection.frames) == text)
+        assert len(connection.frames) == 1
+        client.socket.socket.sendall(b"\x80\x80" + bytes(4))
+        client.send("input.done")
+        assert client.heard()[1] == frame(0) + frame(1)
+
+
 @pytest.mark.parametrize("model", ["fake", "feeder"])
 def test_an_idle_utterance_closes_the_session_and_frees_its_slot(tmp_path, model):
     limits = Limits(text_idle_s=0.3)
