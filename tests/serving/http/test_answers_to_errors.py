@@ -1,6 +1,7 @@
 """Wrong requests, failures and shutdowns over HTTP, with a fake engine (fake_engine.py)."""
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -171,6 +172,23 @@ def test_a_body_over_the_limit_is_a_413(server):
     assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
     # without a content-length
     assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions"])
+def test_a_compressed_body_is_a_415_that_says_what_is_possible(server, path):
+    body = gzip.compress(b'{"input": "frames 1"}')
+    answer = server.http.post(path, content=body, headers={"content-encoding": "gzip"})
+    refused = error(answer, 415)
+    assert refused["code"] == "unsupported_encoding" and "uncompressed" in refused["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+
+
+def test_a_body_that_is_not_compressed_may_say_so(server):
+    headers = {"content-encoding": "identity"}
+    assert (
+        server.http.post("/v1/audio/speech", json={"input": "frames 1"}, headers=headers).status_code == 200
+    )
+    assert server.http.get("/v1/models", headers={"content-encoding": "gzip"}).status_code == 200
 
 
 def test_unknown_routes_and_methods(server):
