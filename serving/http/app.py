@@ -33,7 +33,7 @@ from serving.api_keys import all_keys
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
-from serving.http.bodies import LargeBodies
+from serving.http.bodies import LargeBodies, check_encoding
 from serving.http.errors import answer_error, log_lost_session
 from serving.http.links import Links
 from serving.http.listener import Listener
@@ -138,7 +138,7 @@ def create_app(
             Router(
                 "/",
                 route_handlers=guarded_routes(limits, security, settings.works),
-                guards=[check_key],
+                guards=[check_key, check_encoding],
                 security=openapi.SECURITY,
             ),
             speak_in_session,

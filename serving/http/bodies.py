@@ -1,4 +1,4 @@
-"""The memory of large request bodies: how many are read at once, and the threads that unpack them."""
+"""Request bodies: which ones are taken, how many large ones are read at once, and the threads that unpack them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
 from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
 
+from serving.http.errors import cut, refusal
 from serving.http.quota import Quota, Share, remember_client
 
 LARGE_BODY_BYTES = 128 << 10  # larger than any request without a recording
@@ -19,6 +22,19 @@ T = TypeVar("T")
 
 # A pool of its own, so that reading recordings delays no other work.
 READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")
+
+
+async def check_encoding(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+    """Check that a body is not compressed, as a Litestar guard. Raises the refusal."""
+    headers = connection.headers
+    encoding = headers.get("content-encoding", "").strip().lower()
+    has_body = "content-length" in headers or "transfer-encoding" in headers
+    if encoding in ("", "identity") or not has_body:
+        return
+    message = f"the body has the content-encoding {cut(encoding)!r}, and this server takes none; send it uncompressed"
+    refused = refusal(415, message, code="unsupported_encoding")
+    refused.headers = {"accept-encoding": "identity"}
+    raise refused
 
 
 async def read_beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

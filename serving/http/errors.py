@@ -28,6 +28,7 @@ from serving.http.works import schemas as works
 AWAY_RETRY_S = 1
 SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
 GENERATE = "/generate"
+SOCKETS = SESSION, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
 # routes whose requests are counted and logged
 ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, GENERATE, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS

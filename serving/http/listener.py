@@ -8,20 +8,26 @@ import ipaddress
 import logging
 import re
 import socket
+import struct
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+import httptools
 import msgspec
 import structlog
 import uvicorn
 from litestar.enums import HttpMethod
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+from websockets.http11 import Response
+from websockets.server import ServerProtocol
+from websockets.typing import StatusLike
 
 from serving.http.accepting import Acceptor
-from serving.http.errors import cut, new_id
+from serving.http.errors import SOCKETS, cut, new_id
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.metrics import Metrics
 from serving.http.objects import Error, ErrorBody
@@ -34,6 +40,11 @@ PING_S = 20.0
 WRITE_S = 60.0  # default for stall_s: how long a client may read nothing
 LAST_WORDS_S = 2  # from the end of the grace period to the end of the process
 STOPPING = "this server is stopping"
+UNREADABLE = (
+    "the request is not valid HTTP/1.1: its first line, a header, or the length or a chunk of its body is wrong; "
+    "in a URL, characters outside ASCII must be percent-encoded"
+)
+NO_HANDSHAKE = "a WebSocket opens with a GET request that has no body and at most 128 headers of 8 KiB each"
 # uvicorn's messages: a stream was cut off; a WebSocket was refused with an answer of its own
 CUT_OFF = "ASGI callable returned without completing response."
 REFUSED = "ASGI callable returned without completing handshake."
@@ -120,13 +131,19 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.num_bytes = self.num_body_bytes = 0  # of the request being read
-        self.is_reading_body = False
+        self.is_reading_body = self.is_read_again = False
         self.sending: asyncio.TimerHandle | None = None
         self.reading: asyncio.TimerHandle | None = None
+        self.answered: RequestResponseCycle | None = None  # the request whose answer has begun last
         self._expect(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # uvicorn tells only the request that arrived last. The client may have sent it during the answer to
+        # another one.
+        if self.answered is not None:
+            self.answered.disconnected = not self.answered.response_complete
+            self.answered.message_event.set()
         for timer in (self.reading, self.sending):
             if timer is not None:
                 timer.cancel()
@@ -135,7 +152,16 @@ class Connection(HttpToolsProtocol):
         if self.reading is None:  # the next request on this connection
             self._expect(HEAD_S)
         self.num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self._read_again(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse_unreadable()
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
             self._refuse_head()
 
@@ -148,20 +174,40 @@ class Connection(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
             raise HeadTooLarge
+        is_connect = self.parser.get_method() == b"CONNECT"
+        self.is_read_again = self.parser.should_upgrade() and not self._should_upgrade() and not is_connect
+        if self.is_read_again:
+            return
+        super().on_headers_complete()
         self.is_reading_body = True
         self._expect(BODY_S)
-        super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser could not read, unless it was refused already."""
-        if not self.transport.is_closing():
-            super().send_400_response(msg)
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answered = cycle
+        super()._start_asgi_task(cycle, cast(Any, WithoutChunks(app, cycle)) if is_old(cycle) else app)
+
+    def _read_again(self, rest: bytes) -> None:
+        """Read a request that asks for another protocol as well, such as HTTP/2 (Java's client does), without that
+        wish. The parser would skip its body. rest: what follows the head."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def _refuse_unreadable(self) -> None:
+        """Refuse what the parser could not read. An earlier request gets its answer first."""
+        if self.is_answering and not self.is_reading_body:
+            self.cycle.keep_alive = False
+        else:
+            self._refuse(400, UNREADABLE, "invalid_http")
 
     def on_body(self, body: bytes) -> None:
         self.num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.is_read_again:
+            return
         self.is_reading_body = False
         self._expect(None)
         super().on_message_complete()
@@ -183,7 +229,9 @@ class Connection(HttpToolsProtocol):
 
     def _is_late(self, within_s: float) -> None:
         self.reading = None
-        if self.is_reading_body:
+        if self.pipeline:  # its answer waits for another one, and uvicorn reads nothing meanwhile
+            self._expect(within_s)
+        elif self.is_reading_body:
             self._refuse(408, f"the body did not arrive within {within_s:g} s", "too_slow")
         elif not self.is_answering:  # bytes that arrive during an answer are not a request yet
             self._refuse(408, f"the request did not arrive within {within_s:g} s", "too_slow")
@@ -197,7 +245,8 @@ class Connection(HttpToolsProtocol):
         """Close the connection, with an error as the answer if none has begun."""
         if self.transport.is_closing():
             return
-        if not self.is_answering or (self.is_reading_body and not self.cycle.response_started):
+        is_waiting = self.is_reading_body and not self.pipeline
+        if not self.is_answering or (is_waiting and not self.cycle.response_started):
             body = error_body(status, message, code)
             head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -209,15 +258,79 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and (self.is_reading_body or not self.cycle.response_complete)
 
 
+def is_old(cycle: RequestResponseCycle) -> bool:
+    """Return whether a client speaks HTTP/1.0, to which no chunks may be sent (RFC 9112, 6.1)."""
+    return cycle.scope["http_version"] == "1.0"
+
+
+class WithoutChunks:
+    """An ASGI middleware for one request: an answer of unknown length ends with the connection. One that is cut off
+    resets the connection, since it would look complete otherwise."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle):
+        self.app, self.cycle = app, cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, has_length = self.cycle, True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = b"content-length" in dict(message["headers"])
+                cycle.chunked_encoding = None if has_length else False
+            elif message["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_plain)
+        finally:
+            if not (has_length or cycle.response_complete or cycle.disconnected):
+                reset_when_closed(cycle.transport)
+
+
+def reset_when_closed(transport: asyncio.Transport) -> None:
+    linger = struct.pack("ii", 1, 0)
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+class Handshake(ServerProtocol):
+    """The handshake and the frames of a WebSocket. A refusal of the handshake has OpenAI's shape."""
+
+    def reject(self, status: StatusLike, text: str) -> Response:
+        message = " ".join(text.split())
+        response = super().reject(status, error_body(int(status), message, "invalid_handshake").decode())
+        del response.headers["content-type"]
+        response.headers["content-type"] = "application/json"
+        return response
+
+
 class Socket(WebSocketsSansIOProtocol):
-    """A WebSocket that disconnects a client that stops reading. uvicorn's own waits for it forever and queues
-    answers to its pings. stall_s: as in Connection."""
+    """A WebSocket that disconnects a client whose handshake cannot be read, or that stops reading. uvicorn's own
+    waits for both forever, and queues answers to pings. stall_s: as in Connection."""
 
     stall_s: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.conn = Handshake(max_size=self.config.ws_max_size, logger=self.conn.logger)
         self.sending: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse the connection if its first data, which are the whole handshake, cannot be read."""
+        super().data_received(data)
+        if not self.handshake_initiated:
+            said = b"".join(self.conn.data_to_send())
+            self.transport.write(said or self.conn.reject(400, NO_HANDSHAKE).serialize())
+            self.transport.close()
+
+    def handle_cont(self, event: Frame) -> None:
+        """Join the fragments of a message as they come: as objects, small ones take forty times their size."""
+        if isinstance(self.frames[0], bytes):
+            self.frames[0] = cast(bytes, bytearray(self.frames[0]))
+        self.frames[0] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -309,6 +422,9 @@ class Guard:
         """Check a WebSocket. Browsers let pages of any site open one and read its messages."""
         if (wrong := self.foreign(scope)) is not None:
             return await deny(send, 403, wrong, "foreign")
+        if scope["path"].rstrip("/") not in SOCKETS:
+            message = f"{cut(scope['path'])} is no WebSocket; these are: {', '.join(SOCKETS)}"
+            return await deny(send, 404, message, "not_found")
         scope["state"]["request_id"] = given_id(scope)
         await self.app(scope, receive, send)
 

@@ -29,6 +29,7 @@ from serving.audio import encode
 from serving.engine_client import Away
 from serving.http.errors import (
     AWAY_RETRY_S,
+    SESSION,
     cut,
     error_of,
     log_refused,
@@ -64,7 +65,7 @@ from serving.http.vllm_events import SessionDone, with_their_fields
 from serving.http.voice_choice import possible_voices
 from serving.http.word_times import Word
 
-PATH = "/v1/audio/speech/stream"
+PATH = SESSION
 MAX_QUEUED = 16  # utterances
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"

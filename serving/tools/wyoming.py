@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import msgspec
 import structlog
 import websockets.asyncio.client
 from websockets.exceptions import InvalidHandshake, WebSocketException
@@ -45,6 +46,7 @@ from wyoming.tts import (
 
 ASK_S = 10.0  # timeout for answers that the server gives immediately
 WIDTH = 2  # bytes of a sample
+MAX_EVENT_BYTES = 1 << 20  # of the data of an event, and of its payload
 ATTRIBUTION = Attribution("speechzoo", "https://pypi.org/project/speechzoo/")
 ANY_VOICE = "default"  # stands for the voice of a model without named voices
 # Our names of languages, and the BCP 47 codes that Home Assistant uses. A dialect counts as its language.
@@ -123,6 +125,19 @@ class Handler(AsyncEventHandler):
         self.is_streaming = self.has_text = False  # between synthesize-start and -stop
         self.open: deque[bool] = deque()  # for each open utterance, whether its text came in chunks
         self.sending = asyncio.Lock()  # keeps an event's line and its data together
+
+    async def run(self) -> None:
+        """Handle events until the client disconnects, or until one fails or cannot be read."""
+        try:
+            while (event := await next_event(self.reader)) is not None and await self.handle_event(event):
+                pass
+        except Refused as error:
+            await self._fail(str(error))
+        except OSError:
+            pass  # the client has disconnected
+        finally:
+            await self.disconnect()
+            self.writer.close()
 
     async def write_event(self, event: Event) -> None:
         async with self.sending:
@@ -273,8 +288,36 @@ class Handler(AsyncEventHandler):
             await self.socket.close()
 
 
+class Head(msgspec.Struct):
+    """The first line of an event. More of its data, and a payload, may follow the line."""
+
+    type: str
+    data: dict[str, Any] | None = None
+    data_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_BYTES)] | None = None
+    payload_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_BYTES)] | None = None
+
+
+async def next_event(reader: asyncio.StreamReader) -> Event | None:
+    """Return the next event of a client, or None if it has disconnected. wyoming's own function reads a payload of
+    any length, and leaves most errors to its caller. Raises Refused, OSError."""
+    try:
+        line = await reader.readline()
+        if not line.endswith(b"\n"):
+            return None
+        head = msgspec.json.decode(line, type=Head)
+        more = await reader.readexactly(head.data_length or 0) or b"{}"
+        data = (head.data or {}) | msgspec.json.decode(more, type=dict[str, Any])
+        return Event(head.type, data, await reader.readexactly(head.payload_length or 0) or None)
+    except asyncio.IncompleteReadError:
+        return None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Refused(f"an event cannot be read: {error}") from None
+
+
 def read(kind: type[Any], event: Event) -> Any:
     """Return an event's fields. Raises Refused."""
+    if not isinstance(event.data.get("text", ""), str):
+        raise Refused(f"{event.type} cannot be read: its text is not a string")
     try:
         return kind.from_event(event)
     except (KeyError, TypeError, AttributeError) as error:

@@ -25,7 +25,7 @@ from serving.audio.voice_activity import RATE_HZ
 from serving.engine_client import Away
 from serving.http.bodies import read_beside
 from serving.http.chat import speaks_in
-from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
+from serving.http.errors import AWAY_RETRY_S, REALTIME, cut, error_of, refusal
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.objects import Model
@@ -38,7 +38,7 @@ from serving.http.recordings import digest
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
 
-PATH = "/v1/realtime"
+PATH = REALTIME
 
 
 class Session:

@@ -14,6 +14,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.response import Stream
 from litestar.types import ASGIApp
 
+from serving.http.disconnect import run_while_connected
 from serving.http.errors import GENERATE, refusal, uncapitalized
 from serving.http.prepare import prepared
 from serving.http.requests import request_of
@@ -141,14 +142,19 @@ async def add_text(stream_id: str, request: FormRequest, streams: TextStreams) -
     responses={200: RESPONSES[200], 404: UNKNOWN, **REFUSALS},
     include_in_schema=False,
 )
-async def hear_stream(stream_id: str, streams: TextStreams) -> Stream:
+async def hear_stream(stream_id: str, request: Request[Any, Any, Any], streams: TextStreams) -> Stream:
     """Return the audio of a stream as it is generated: a WAV file at 24 kHz."""
     stream = streams.find(stream_id)
     if stream.is_heard:
         raise refusal(409, "another client is already reading this stream", code="stream_heard")
     audio = streams.heard(stream)
-    first = await anext(audio, b"")  # an error before it is a normal answer
+    # An error before the first audio is a normal answer. That may take minutes, and the client may leave meanwhile.
+    first = await run_while_connected(first_of(audio), request.receive)
     return Stream(joined(first, audio), media_type="audio/wav", headers={"cache-control": "no-store"})
+
+
+async def first_of(audio: AsyncIterator[bytes]) -> bytes:
+    return await anext(audio, b"")
 
 
 async def joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -151,8 +151,16 @@ class Store:
         self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self._works()
         except BlockingIOError:
+            self.close()
             raise Taken(f"another server uses {self.directory}") from None
+        except OSError:
+            self.close()
+            raise
+
+    def _works(self) -> list[Work]:
+        """Return the works that are there, and remove what is left of others. Raises OSError."""
         found: list[Work] = []
         for entry in list(os.scandir(self.directory)):
             if entry.name.startswith((NEW, OLD)):

@@ -32,6 +32,7 @@ from serving.settings import WorksSettings
 ENDINGS = (".epub", ".md", ".markdown", ".txt")
 MAX_READING = 4  # documents that are read at once; further ones get 503
 MAX_NAME_CHARS = 60
+OPEN_AGAIN_S = 5.0  # between tries to open the directory
 # Fields of a speech request that mean nothing for a work.
 NOT_OF_WORKS = (
     *("input", "response_format", "sample_rate", "bit_rate", "stream", "stream_format", "service_tier"),
@@ -63,12 +64,7 @@ class Works:
         """Speak all works that are not complete, and those that come, until cancelled."""
         if self.store is None:
             return
-        try:
-            found = await asyncio.to_thread(self.store.open)
-        except (OSError, Taken) as error:
-            self.problem = f"works cannot be kept: {error}"
-            log.error("works", problem=self.problem)
-            return
+        found = await self._opened(self.store)
         self.all = {work.facts.id: work for work in found}
         self.problem = None
         try:
@@ -81,6 +77,20 @@ class Works:
                     await self._make(work)
         finally:
             self.store.close()
+
+    async def _opened(self, store: Store) -> list[Work]:
+        """Open the directory, and return its works. Try again while another server uses it, or the disk refuses."""
+        while True:
+            try:
+                return await asyncio.to_thread(store.open)
+            except Taken as error:
+                problem = f"works cannot be kept: {error}"
+            except OSError as error:  # its text may name another temporary file each time
+                problem = f"works cannot be kept in {store.directory}: {error.strerror}"
+            if problem != self.problem:
+                log.error("works", problem=problem)
+            self.problem = problem
+            await asyncio.sleep(OPEN_AGAIN_S)
 
     async def _make(self, work: Work) -> None:
         task = asyncio.create_task(self._try(work))

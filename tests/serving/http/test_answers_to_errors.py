@@ -1,6 +1,7 @@
 """Wrong requests, failures and shutdowns over HTTP, with a fake engine (fake_engine.py)."""
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -14,6 +15,8 @@ from http_server import Server, error, until
 from serving import protocol
 from serving.http import listener
 from serving.settings import Limits
+
+WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +172,23 @@ def test_a_body_over_the_limit_is_a_413(server):
     assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
     # without a content-length
     assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions"])
+def test_a_compressed_body_is_a_415_that_says_what_is_possible(server, path):
+    body = gzip.compress(b'{"input": "frames 1"}')
+    answer = server.http.post(path, content=body, headers={"content-encoding": "gzip"})
+    refused = error(answer, 415)
+    assert refused["code"] == "unsupported_encoding" and "uncompressed" in refused["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+
+
+def test_a_body_that_is_not_compressed_may_say_so(server):
+    headers = {"content-encoding": "identity"}
+    assert (
+        server.http.post("/v1/audio/speech", json={"input": "frames 1"}, headers=headers).status_code == 200
+    )
+    assert server.http.get("/v1/models", headers={"content-encoding": "gzip"}).status_code == 200
 
 
 def test_unknown_routes_and_methods(server):
@@ -345,3 +365,113 @@ def test_a_head_that_comes_in_one_read_has_the_size_limit_too(server, monkeypatc
             head = f"GET /health HTTP/1.1\r\nhost: x\r\n{upgrade}x-long: {'y' * num_bytes}\r\n\r\n"
             client.sendall(head.encode())
             assert client.recv(1000).startswith(b"HTTP/1.1 431 ") != is_possible
+
+
+# Requests as bytes
+
+
+def asking(text, more=b"", version=b"1.1", **fields):
+    """Return a request for raw samples. more: headers."""
+    body = json.dumps({"input": text, "response_format": "pcm", **fields}).encode()
+    head = b"POST /v1/audio/speech HTTP/%s\r\nhost: x\r\n%scontent-length: %d\r\n\r\n"
+    return head % (version, more, len(body)) + body
+
+
+def connected(server):
+    return socket.create_connection(server.listener.getsockname(), timeout=WITHIN_S)
+
+
+def to_end(client):
+    """Return all that a connection has until the server closes it."""
+    data = b""
+    while piece := client.recv(1 << 16):
+        data += piece
+    return data
+
+
+def replies(server, sent):
+    with connected(server) as client:
+        client.sendall(sent)
+        return to_end(client)
+
+
+CLOSE = b"connection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"BANANA / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "GET /v1/audio/voices/größe/preview HTTP/1.1\r\nhost: x\r\n\r\n".encode(),
+        b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+        b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    ],
+)
+def test_a_request_that_is_not_http_gets_an_error_like_any_other(server, sent):
+    head, _, body = replies(server, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_url_that_cannot_be_read_is_an_error_on_a_used_connection_too(server):
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"alive" in client.recv(1 << 16)
+        client.sendall(b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b'"invalid_http"' in to_end(client)
+
+
+def test_bytes_behind_a_request_that_are_not_http_do_not_change_its_answer(server):
+    answers = replies(server, asking("frames 2") + b"garbage garbage\r\n\r\n")
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.endswith(frame(1) + b"\r\n0\r\n\r\n")
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_client_that_leaves_cancels_its_answer_although_another_request_waits(mortal):
+    with connected(mortal) as client:
+        client.sendall(asking("tone 1000") + asking("frames 1"))
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    until(lambda: mortal.engine.cancelled == list(mortal.engine.asked))
+    assert len(mortal.engine.asked) == 1
+
+
+def test_a_request_whose_turn_has_not_come_may_take_its_time(mortal, monkeypatch):
+    """While its predecessor is answered, uvicorn reads nothing, so its body cannot arrive."""
+    monkeypatch.setattr(listener, "BODY_S", 0.2)
+    second = asking("frames 1", CLOSE)
+    with connected(mortal) as client:
+        client.sendall(asking("tone 30") + second[:-5])
+        time.sleep(0.4)
+        client.sendall(second[-5:])
+        answers = to_end(client)
+    assert answers.count(b"HTTP/1.1 200 ") == 2 == answers.count(b"HTTP/1.1 ")
+    assert answers.endswith(frame(0) + b"\r\n0\r\n\r\n")
+
+
+def test_http_1_0_gets_no_chunks(server):
+    head, _, body = replies(server, asking("frames 3", version=b"1.0")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and body == frame(0) + frame(1) + frame(2)
+    head, _, body = replies(server, asking("frames 3", version=b"1.0", stream=False)).partition(b"\r\n\r\n")
+    assert b"content-length: 600" in head and len(body) == 600
+
+
+def test_http_1_0_does_not_take_a_stream_that_failed_for_a_whole_one(server):
+    with pytest.raises(ConnectionResetError):
+        replies(server, asking("fail 2", version=b"1.0"))
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_a_wish_for_http_2_is_ignored(server, pause_s):
+    """Java's client sends it with its first request. pause_s: before the body."""
+    wish = (
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+    )
+    head, _, body = asking("frames 1", wish).partition(b"\r\n\r\n")
+    with connected(server) as client:
+        client.sendall(head + b"\r\n\r\n")
+        time.sleep(pause_s)
+        client.sendall(body + asking("frames 2", CLOSE))
+        answers = to_end(client)
+    assert answers.count(b"HTTP/1.1 200 ") == 2 == answers.count(b"HTTP/1.1 ")
+    assert answers.count(frame(0)) == 2 and answers.endswith(frame(1) + b"\r\n0\r\n\r\n")

@@ -5,6 +5,7 @@ import base64
 import gc
 import json
 import random
+import socket
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -53,6 +54,26 @@ def test_a_too_large_message_closes_the_session(server):
         header = bytes([0x81, 0xFF]) + (MAX_MESSAGE_BYTES + 1).to_bytes(8, "big") + bytes(4)
         client.socket.socket.sendall(header)
         assert closed(client)[0] == 1009
+
+
+def test_the_fragments_of_a_message_are_joined_as_they_come(server):
+    """A message of two million fragments took 75 MB."""
+    text = json.dumps({"type": "input.text", "text": "frames 2 of it."}).encode()
+    fragments = [
+        b"\x01\x80" + bytes(4),
+        *(b"\x00\x81" + bytes(4) + text[i : i + 1] for i in range(len(text))),
+    ]
+    with session(server) as client:
+        client.configure()
+        client.socket.socket.sendall(b"".join(fragments) + 1000 * (b"\x00\x80" + bytes(4)))
+        [connection] = [
+            each for each in server.uvicorn.server_state.connections if isinstance(each, listener.Socket)
+        ]
+        until(lambda: b"".join(connection.frames) == text)
+        assert len(connection.frames) == 1
+        client.socket.socket.sendall(b"\x80\x80" + bytes(4))
+        client.send("input.done")
+        assert client.heard()[1] == frame(0) + frame(1)
 
 
 @pytest.mark.parametrize("model", ["fake", "feeder"])
@@ -338,3 +359,29 @@ def test_a_client_that_leaves_within_the_handshake_is_disconnected():
     early.handshake_complete = False
     with pytest.raises(ClientDisconnected):
         asyncio.run(early.send({"type": "websocket.accept", "subprotocol": None, "headers": []}))
+
+
+HANDSHAKE = f"GET {PATH} HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+KEY = "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (f"{HANDSHAKE}{KEY}cookie: {'x' * 9000}\r\n\r\n", b"431", "invalid_handshake"),
+        (HANDSHAKE + KEY + 200 * "x: y\r\n" + "\r\n", b"431", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}content-length: 2\r\n\r\n{{}}", b"400", "invalid_handshake"),
+        (f"{HANDSHAKE}\r\n", b"400", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}\r\n".replace("GET", "POST"), b"405", "invalid_handshake"),
+        (f"{HANDSHAKE}{KEY}\r\n".replace(PATH, "/v1/models"), b"404", "not_found"),
+    ],
+    ids=["long", "many", "body", "no key", "post", "no session"],
+)
+def test_a_handshake_that_is_not_possible_gets_an_error_at_once(server, sent, status, code):
+    with socket.create_connection(server.listener.getsockname(), timeout=30) as client:
+        client.sendall(sent.encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error["code"] == code and error["message"]

@@ -133,6 +133,13 @@ def test_a_client_that_leaves_frees_its_stream(server):
     until(lambda: id not in server.app.state.streams.running)
 
 
+def test_a_client_that_leaves_before_any_audio_frees_its_stream(server):
+    id = server.http.post(START, data={}).json()["request_id"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{server.url}/generate/stream/{id}/audio", timeout=0.3)
+    until(lambda: server.app.state.server.sessions.num_held == 0, 5)
+
+
 def test_a_stream_without_a_reader_ends_by_itself(server, monkeypatch):
     monkeypatch.setattr(text_streams, "UNHEARD_S", 0.3)
     id = server.http.post(START).json()["request_id"]

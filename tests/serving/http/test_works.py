@@ -21,6 +21,7 @@ import pytest
 from fake_engine import CLONER, RATE_HZ
 from http_server import Server, error, until
 from shell import ROOT
+from structlog.testing import capture_logs
 from uploads import recording
 
 from serving.books import process as books
@@ -265,6 +266,38 @@ def test_only_one_server_uses_a_directory(server, near, tmp_path, where):
     with started(tmp_path / "other", where) as other:
         refused = error(post(other, "frames 1"), 503)
         assert refused["code"] == "works_unavailable" and "another server" in refused["message"]
+
+
+def test_a_server_takes_the_directory_over_when_the_other_one_ends(near, tmp_path, where, monkeypatch):
+    monkeypatch.setattr("serving.http.works.works.OPEN_AGAIN_S", 0.1)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with contextlib.ExitStack() as first:
+        id = add(first.enter_context(started(tmp_path / "first", where)), "frames 1")
+        with started(tmp_path / "second", where) as second:
+            assert error(post(second, "frames 1"), 503)["code"] == "works_unavailable"
+            first.close()
+            until(lambda: second.app.state.works.problem is None)
+            wait(second, id, "complete")
+
+
+def test_a_disk_that_refuses_is_logged_once_and_tried_again(near, tmp_path, where, monkeypatch):
+    tries = []
+
+    def refuse(dir):
+        tries.append(dir)
+        raise OSError(errno.EROFS, "Read-only file system", f"{dir}/tmp{len(tries)}")
+
+    monkeypatch.setattr("serving.http.works.works.OPEN_AGAIN_S", 0.02)
+    with monkeypatch.context() as readonly, capture_logs() as lines:
+        readonly.setattr("serving.http.works.store.tempfile.TemporaryFile", refuse)
+        with started(tmp_path, where) as server:
+            until(lambda: len(tries) > 3)
+            message = error(post(server, "frames 1"), 503)["message"]
+            assert message == f"works cannot be kept in {where}: Read-only file system"
+            readonly.undo()
+            until(lambda: server.app.state.works.problem is None)
+    assert [line["event"] for line in lines].count("works") == 1
 
 
 def test_equal_works_give_equal_files(server):

@@ -1,6 +1,7 @@
 """`zoo wyoming` with wyoming's own client, the HTTP process, and an engine without a model."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -201,6 +202,45 @@ def test_an_invalid_event_is_an_error(server, tmp_path):
 
     error, end = asyncio.run(ask())
     assert "synthesize cannot be read" in failure([error]) and end is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"type": 5}\n',
+        b'{"type": "synthesize", "data": []}\n',
+        b'{"type": "synthesize", "data": {"text": 5}}\n',
+        b'{"type": "synthesize", "data_length": "5"}\nhello',
+        b'{"type": "synthesize", "data_length": 5}\nhello',
+        b'{"type": "ping", "payload_length": 1000000000}\n',
+        b'{"type": ' + 20_000 * b"[" + b"\n",
+        100_000 * b"x" + b"\n",
+    ],
+)
+def test_bytes_that_are_no_event_are_an_error_and_end_the_connection(server, tmp_path, sent):
+    async def ask():
+        async with bridge(server, tmp_path) as client:
+            client._writer.write(sent)
+            return await client.read_event(), await client.read_event()
+
+    error, end = asyncio.run(ask())
+    assert "cannot be read" in failure([error]) and end is None
+
+
+@pytest.mark.parametrize("sent", [b'{"type": "syn', b'{"type": "ping", "payload_length": 50}\nabc'])
+def test_a_client_that_leaves_within_an_event_leaves_no_error_in_the_log(server, tmp_path, sent, caplog):
+    async def ask():
+        async with bridge(server, tmp_path) as client:
+            client._writer.write(sent)
+            client._writer.write_eof()
+            return await client.read_event()
+
+    assert asyncio.run(ask()) is None
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_client_that_disconnects_frees_its_slot(server, tmp_path):
