@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -368,9 +369,18 @@ def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
     assert engine.pages.free == engine.pages.num_pages
 
 
+def turn_until(engine: Engine, is_so: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if is_so():
+            return
+        if not engine.turn():
+            time.sleep(0.001)  # another thread is building the next pass
+    raise AssertionError("the engine does not come to that")
+
+
 def test_a_pass_may_end_while_its_stream_is_paused_and_the_next_one_may_lack_pages():
     """The stream is paused while the report of its last step is on its way, and others hold all pages."""
-    request = Request(text="Hum hum hum hum hum. " * 5, temperature=0.0, seed=1)
+    request = Request(text="Hmmm hmmm hmmm hmmm. " * 5, temperature=0.0, seed=1)
     engine = Engine(family("toy"), max_slots=1, compile=False, report_lag=1, clock=Clock())
     listener = Speaker()
     engine.speak("long", request, listener)
@@ -378,18 +388,13 @@ def test_a_pass_may_end_while_its_stream_is_paused_and_the_next_one_may_lack_pag
     [model] = engine.models.values()
     [job] = model.running.values()
     last = len(job.prompt.inputs) - 1 + job.prompt.max_frames
-    while model.runner.kv_lens[job.slot] < last:
-        engine.turn()
+    turn_until(engine, lambda: model.runner.kv_lens[job.slot] == last)
     assert not model.is_done(job.slot)
     engine.paging._pause(job)
     others = engine.pages.take(engine.pages.free)
-    while not job.past.frames:
-        if not engine.turn():
-            time.sleep(0.001)  # another thread is building the next pass
+    turn_until(engine, lambda: job.past.frames > 0)
     assert job.pages.saved is not None
     engine.pages.give_back(others)
-    while engine.num_requests:
-        if not engine.turn():
-            time.sleep(0.001)
+    turn_until(engine, lambda: not engine.num_requests)
     np.testing.assert_allclose(listener.samples, alone("toy", request).samples, rtol=0, atol=5e-5)
     assert engine.pages.free == engine.pages.num_pages
