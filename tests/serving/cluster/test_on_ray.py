@@ -94,6 +94,16 @@ def until(fact, seconds=60.0):
         time.sleep(0.2)
 
 
+def settled(url, name):
+    """Return the values of a metric by replica, once all have come: replicas report once a second."""
+    found, since = figures(url, name), time.monotonic()
+    while time.monotonic() - since < 2.5:
+        time.sleep(0.2)
+        if (now := figures(url, name)) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 def engines_and_replicas():
     """Return the engine processes below this one, and the replicas, which are their parents."""
     found = {}
@@ -129,13 +139,12 @@ def test_every_format_streams(url, form):
 
 
 def test_both_replicas_speak_and_equal_seeds_give_equal_bytes(url):
-    before = figures(url, "zoo_requests_admitted_total")
+    before = settled(url, "zoo_requests_admitted_total")
     answers = together(url, [{}] * 8)
     assert len({answer.digest.hexdigest() for answer in answers}) == 1
     assert all(answer.status == 200 and answer.is_whole for answer in answers)
-    # Replicas report once a second, so `before` may lack the last requests of earlier tests.
-    until(lambda: sum(figures(url, "zoo_requests_admitted_total").values()) >= sum(before.values()) + 8)
-    after = figures(url, "zoo_requests_admitted_total")
+    after = settled(url, "zoo_requests_admitted_total")
+    assert sum(after.values()) == sum(before.values()) + 8
     assert len(after) == 2 and all(after[name] > before[name] for name in after)
 
 
