@@ -83,7 +83,10 @@ def test_a_window_that_has_only_held_samples():
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["as on a CPU", "as on a GPU"])
-@pytest.mark.parametrize("num", [GRID - 1, GRID, GRID + 7, CELL, GRID + CELL, GRID + 3 * CELL + 9])
+@pytest.mark.parametrize(
+    "num",
+    [GRID - 1, GRID, GRID + 7, CELL, GRID + CELL, pytest.param(GRID + 3 * CELL + 9, marks=pytest.mark.slow)],
+)
 def test_the_shape_of_a_launch_does_not_change_samples(monkeypatch, num, is_padded):
     """A launch is as long as the answer's beginning needs. A short answer has two cells in one launch."""
     starts = [0] if num <= CELL else [0, *range(GRID, num, CELL)]
