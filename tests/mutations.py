@@ -12,8 +12,6 @@ from typing import Any
 
 from models import directory
 
-import zoo
-
 FILES = (
     "config.json",
     "generation_config.json",
@@ -26,13 +24,6 @@ REMOVED = object()
 OTHERS = (REMOVED, None, "5", "", [], {}, True, -1, 0, 10**9, 0.5, float("nan"), [None])
 
 Place = tuple[str | int, ...]  # the keys and indices that lead to a value
-
-
-def cases() -> Iterator[tuple[str, str, str]]:
-    """Yield family, size and file of all JSON files to change."""
-    for name in zoo.families():
-        for size in sizes(name):
-            yield from ((name, size, file) for file in FILES if new_places(name, size, file))
 
 
 @cache
