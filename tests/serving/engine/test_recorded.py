@@ -73,7 +73,7 @@ def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way,
     monkeypatch.setattr(warmup, "TIMED_LAUNCHES", 1)  # replays of a pretended GPU are slow
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
-    num = NUM_REQUESTS or (60 if name in TOYS else 8)
+    num = NUM_REQUESTS or (30 if name in TOYS else 8)
     kinds = requests(name, 12, max_frames=9)
     said = [chance.choice(kinds) for _ in range(num)]
     truth = {request: alone(name, request) for request in set(said)}
