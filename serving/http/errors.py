@@ -32,6 +32,7 @@ SOCKETS = SESSION, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
 # routes whose requests are counted and logged
 ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, GENERATE, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS
+UNSUPPORTED = 501  # RFC 9112, 6.1: the body has a transfer coding that the server does not know
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 # Litestar's complaints
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # two files with one name
@@ -170,7 +171,7 @@ def outcome_of(error: HTTPException) -> str:
         return "cancelled"
     if error.status_code == 503:
         return "unavailable"
-    return "refused" if error.status_code < 500 else "failed"
+    return "refused" if error.status_code < 500 or error.status_code == UNSUPPORTED else "failed"
 
 
 async def log_lost_session(error: Exception, scope: Scope) -> None:
