@@ -513,6 +513,18 @@ def test_a_key_sees_its_own_works_alone(near, tmp_path, where):
         assert (key.num_chars, round(key.audio_s, 3)) == (10, 1.0)
 
 
+def test_a_key_without_quota_does_not_delay_the_works_of_others(near, tmp_path, where):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps([{**KEYS[0], "characters_per_day": 1000}, KEYS[1]]))
+    anna, bert = ({"authorization": f"Bearer sk-{name}"} for name in ("anna", "bert"))
+    with started(tmp_path, where, api_keys=str(path)) as server:
+        first = post(server, many(*["frames 100"] * 8), headers=anna).json()["id"]
+        second = post(server, "frames 240", headers=bert).json()["id"]
+        until(lambda: server.http.get(f"{WORKS}/{second}", headers=bert).json()["state"] == "complete")
+        left = server.http.get(f"{WORKS}/{first}", headers=anna).json()
+        assert left["state"] == "waiting" and left["error"] is None and 0 < left["progress"] < 1
+
+
 @pytest.mark.parametrize(
     ("given", "clean"),
     [
