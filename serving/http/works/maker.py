@@ -26,7 +26,7 @@ from serving.http.works.store import Work, fields_at
 PART_CHARS = 800  # about 50 s of speech: little is lost, and little memory is taken
 AT_ONCE = 4  # parts
 RETRY_S, MAX_RETRY_S = 1.0, 60.0  # while the server is busy, or a key's rate is used up
-# If the engine stops this many times on one part, that part is blamed and the work fails.
+# If the engine stops this many times on one part, or the model cannot be loaded, the work fails and names the part.
 MAX_STOPS = 2
 # Fields of a speech request that a work decides itself.
 DECIDED: dict[str, Any] = {
@@ -36,6 +36,8 @@ DECIDED: dict[str, Any] = {
     "service_tier": "flex",
 }
 
+STOPS = ("engine_stopped", "model_not_loaded")
+HOPELESS = "model_too_large"
 
 T = TypeVar("T")
 
@@ -146,8 +148,8 @@ class Maker:
                 code = error_of(error).code
                 if code == "insufficient_quota":
                     raise UsedUp from None
-                num_stops += code == "engine_stopped"
-                if error.status_code not in (429, 503) or num_stops == MAX_STOPS:
+                num_stops += code in STOPS
+                if error.status_code not in (429, 503) or code == HOPELESS or num_stops == MAX_STOPS:
                     raise self._failed(part, error) from None
                 wait_s = float((error.headers or {}).get("retry-after", RETRY_S))
             await asyncio.sleep(min(wait_s, MAX_RETRY_S))

@@ -26,6 +26,8 @@ from works_server import TWO, WORKS, add, get, post, started, wait
 
 from serving.books import process as books
 from serving.books.manuscript import BOOK, TEXTS
+from serving.http.errors import refusal
+from serving.http.whole_file import WholeFile
 from serving.http.works import process
 from serving.http.works.store import Work
 from serving.http.works.works import clean_name
@@ -332,6 +334,16 @@ def test_a_work_waits_while_the_engine_is_full(server):
     until(lambda: server.engine.asked)
     assert get(server, id)["state"] == "speaking" and get(server, id)["error"] is None
     assert server.http.delete(f"{WORKS}/{id}").status_code == 200
+
+
+@pytest.mark.parametrize("code", ["model_too_large", "model_not_loaded"])
+def test_a_model_that_cannot_be_loaded_fails_the_work(server, monkeypatch, code):
+    async def refused(self):
+        raise refusal(503, "it cannot be loaded", code=code, retry_after_s=0.001)
+
+    monkeypatch.setattr(WholeFile, "spoken", refused)
+    failed = wait(server, add(server, "frames 100"), "failed")
+    assert failed["error"]["code"] == code and "part 1: it cannot be loaded" in failed["error"]["message"]
 
 
 def test_a_full_disk_fails_the_work_and_refuses_new_ones(server, monkeypatch):
