@@ -9,7 +9,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,13 +85,16 @@ def take_in(root: Path, file: Path) -> list[Path]:
     """
     make_levels(root)
     names = []
-    with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as temporary:
+    with _directory_to_import(root) as temporary:
         try:
             with tarfile.open(file) as tar:
                 tar.extractall(temporary, filter="data")
+                is_foreign = bool(tar.getmembers()) and next(_places(Path(temporary)), None) is None
         except (tarfile.TarError, EOFError, zlib.error) as error:  # the last two: of a damaged .tar.gz
             reason = str(error).partition("\n")[0].rstrip(":")  # a list of what it tried may follow
             raise ValueError(f"{file} is not an exported cache: {reason}") from None
+        if is_foreign:
+            raise ValueError(f"{file} is not an exported cache: it has other files and no entry")
         for made in _places(Path(temporary)):
             name = made.relative_to(temporary)
             if why := damage(made):
@@ -106,6 +109,19 @@ def take_in(root: Path, file: Path) -> list[Path]:
                     made.rename(place)
                     names.append(name)
     return names
+
+
+@contextmanager
+def _directory_to_import(root: Path) -> Iterator[str]:
+    """Make a directory for one import at a time, and remove those of imports that were killed."""
+    with locked(root / "import", fcntl.LOCK_EX):
+        try:
+            for left in root.glob(".import-*"):
+                remove(left)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as temporary:
+                yield temporary
+        finally:
+            (root / ".import.lock").unlink()
 
 
 def _places(root: Path) -> Iterator[Path]:

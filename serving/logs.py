@@ -3,9 +3,12 @@ overrides this."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
+from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
 from structlog.typing import Processor
@@ -21,6 +24,21 @@ def form() -> str:
 def has_colors() -> bool:
     """Return whether log lines have colours: stderr is a terminal, or the supervisor relays them to one."""
     return sys.stderr.isatty() or "FORCE_COLOR" in os.environ
+
+
+def write(text: str) -> None:
+    """Write to stderr at once. What it refuses is lost: a full disk or a closed pipe ends no request."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class Stderr(io.TextIOBase):
+    """A file for log lines that `write` takes."""
+
+    def write(self, text: str) -> int:
+        write(text)
+        return len(text)
 
 
 def configure(process: str) -> None:
@@ -44,7 +62,8 @@ def configure(process: str) -> None:
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     # Each line is one write with its end: processes share stderr, and their lines must not mix.
-    structlog.configure(processors=[*shared, *last], logger_factory=structlog.WriteLoggerFactory(sys.stderr))
+    file = cast(TextIO, Stderr())
+    structlog.configure(processors=[*shared, *last], logger_factory=structlog.WriteLoggerFactory(file))
     handler = logging.StreamHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

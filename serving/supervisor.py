@@ -57,8 +57,7 @@ def log_line(line: str) -> None:
         event = line.partition("\n")[0]  # the example command below it is for people
         fields = {"process": "supervisor", "event": event, "level": "info", "timestamp": at}
         text = json.dumps(fields) + "\n"
-    sys.stderr.write(text)  # one write, because three processes share stderr
-    sys.stderr.flush()
+    logs.write(text)  # one write, because three processes share stderr
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -194,10 +193,9 @@ async def relay(reader: asyncio.StreamReader, note: Callable[[str], None]) -> No
             whole, newline, unfinished = unfinished, b"\n", b""
         lines = (whole + newline).decode(errors="replace")
         note(lines)
-        sys.stderr.write(lines)
-        sys.stderr.flush()
+        logs.write(lines)
     if unfinished:
-        sys.stderr.write(unfinished.decode(errors="replace") + "\n")
+        logs.write(unfinished.decode(errors="replace") + "\n")
 
 
 def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | None = None) -> int:

@@ -12,7 +12,7 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
 
-from serving.http.errors import cut, refusal
+from serving.http.errors import UNSUPPORTED, cut, refusal
 from serving.http.quota import Quota, Share, remember_client
 
 LARGE_BODY_BYTES = 128 << 10  # larger than any request without a recording
@@ -27,6 +27,10 @@ READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")
 async def check_encoding(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Check that a body is not compressed, as a Litestar guard. Raises the refusal."""
     headers = connection.headers
+    coding = ", ".join(headers.getall("transfer-encoding", [])).strip().lower()
+    if coding not in ("", "chunked"):
+        message = f"the body has the transfer-encoding {cut(coding)!r}, and this server takes chunked alone"
+        raise refusal(UNSUPPORTED, message, code="unsupported_encoding")
     encoding = headers.get("content-encoding", "").strip().lower()
     has_body = "content-length" in headers or "transfer-encoding" in headers
     if encoding in ("", "identity") or not has_body:

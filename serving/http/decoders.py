@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
 
 import structlog
+from litestar.exceptions import HTTPException
 
 from serving.http.decode_worker import ANSWER, JOB, MAX_CPU_S, max_clip_bytes
+from serving.http.errors import refusal
 from serving.protocol import AudioClip
 from serving.settings import URL_SECRET
 
 MAX_PROCESSES = 4  # each decodes a minute of audio in a tenth of a second
 MAX_WAIT_S = 20.0  # for a file, on a busy machine and in a process that has just been started
+END_S = 1.0  # from the end of a process's socket to its own
+RETRY_S = 1.0
 EXCEEDED = f"decoding it takes more than {MAX_CPU_S} s or too much memory; send it as WAV or FLAC"
 
 log = structlog.get_logger()
@@ -49,7 +54,7 @@ class Decoders:
 
     async def decode(self, data: bytes, max_s: float) -> AudioClip:
         """Decode an audio file of at most `max_s` seconds, after the files that came before it. Cancelling
-        kills the process. Raises ValueError."""
+        kills the process. Raises ValueError, and the refusal."""
         async with self._places:
             decoder = self._idle.pop()
             try:
@@ -74,14 +79,18 @@ class Decoder:
         return self._starting
 
     async def decode(self, data: bytes, max_s: float) -> AudioClip:
-        """Raises ValueError."""
+        """Raises ValueError, and the refusal if the server is to blame."""
         process = await asyncio.shield(self.start())
         is_intact = False
         try:
             async with asyncio.timeout(MAX_WAIT_S):
                 rate_hz, content = await process.ask(data, max_s)
             is_intact = True
-        except (Broken, TimeoutError, OSError):
+        except TimeoutError:  # a file that takes long ends its process sooner
+            raise failed(f"was not done within {MAX_WAIT_S:g} s") from None
+        except (Broken, OSError):
+            if await process.was_killed():
+                raise failed("was killed, perhaps because this machine's memory is full") from None
             raise ValueError(EXCEEDED) from None
         finally:
             if not is_intact:
@@ -164,6 +173,19 @@ class Process:
 
     async def wait(self) -> None:
         await self._process.wait()
+
+    async def was_killed(self) -> bool:
+        """Return whether another process has killed this one. Its own limits end it in other ways."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+        return self._process.returncode == -signal.SIGKILL
+
+
+def failed(why: str) -> HTTPException:
+    return refusal(
+        503, f"a decoder of this server {why}; try again", code="decoder_failed", retry_after_s=RETRY_S
+    )
 
 
 def environment() -> dict[str, str]:

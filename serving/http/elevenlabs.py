@@ -63,16 +63,22 @@ class ElevenLabsRequest(msgspec.Struct, kw_only=True):
         Literal["auto", "on", "off"] | None,
         Meta(description="on: numbers, dates and amounts are first written out in words; auto is off"),
     ] = None
-    pronunciation_dictionary_locators: Annotated[list[dict[str, Any]] | None, Meta(description="ignored")] = (
+    pronunciation_dictionary_locators: Annotated[
+        list[dict[str, Any]] | None, Meta(description="a list of objects, which is ignored")
+    ] = None
+    previous_text: Annotated[str | None, Meta(description="a text, which is ignored")] = None
+    next_text: Annotated[str | None, Meta(description="a text, which is ignored")] = None
+    previous_request_ids: Annotated[
+        list[str] | None, Meta(description="a list of texts, which is ignored")
+    ] = None
+    next_request_ids: Annotated[list[str] | None, Meta(description="a list of texts, which is ignored")] = (
         None
     )
-    previous_text: Annotated[str | None, Meta(description="ignored")] = None
-    next_text: Annotated[str | None, Meta(description="ignored")] = None
-    previous_request_ids: Annotated[list[str] | None, Meta(description="ignored")] = None
-    next_request_ids: Annotated[list[str] | None, Meta(description="ignored")] = None
-    use_pvc_as_ivc: Annotated[bool | None, Meta(description="ignored")] = None
-    apply_language_text_normalization: Annotated[bool | None, Meta(description="ignored")] = None
-    audio_effects: Annotated[dict[str, Any] | None, Meta(description="ignored")] = None
+    use_pvc_as_ivc: Annotated[bool | None, Meta(description="true or false, which is ignored")] = None
+    apply_language_text_normalization: Annotated[
+        bool | None, Meta(description="true or false, which is ignored")
+    ] = None
+    audio_effects: Annotated[dict[str, Any] | None, Meta(description="an object, which is ignored")] = None
 
 
 class ElevenLabsVoice(msgspec.Struct):

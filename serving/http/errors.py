@@ -32,12 +32,15 @@ SOCKETS = SESSION, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
 # routes whose requests are counted and logged
 ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, GENERATE, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS
+UNSUPPORTED = 501  # RFC 9112, 6.1: the body has a transfer coding that the server does not know
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 # Litestar's complaints
 GIVEN_TWICE = "Unsupported type: <class 'list'>"  # two files with one name
 NO_FILE = "Unsupported type: <class 'str'>"  # a text in a field that takes a file
 NO_BODY = "'data'"
 NO_FORM, NO_BOUNDARY = "Invalid multipart/form-data", "multipart boundary missing in Content-Type"
+# an escaped half of a surrogate pair without the other one
+HALF_PAIR = re.compile(r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)")
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
@@ -106,7 +109,10 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         case ValidationException():
             error = explain(error, FIELDS[path])
         case ClientException(__cause__=SerializationException()):
-            error = refusal(400, f"the body is not valid JSON: {error.detail}", code="invalid_json")
+            read = request._connection_state.body
+            text = read.decode(errors="replace") if isinstance(read, bytes) else ""
+            why = json_fault(text, error.detail)
+            error = refusal(400, f"the body is not valid JSON: {why}", code="invalid_json")
         case RecursionError(args=("maximum recursion depth exceeded while deserializing an object",)):
             error = refusal(400, "the body is nested too deeply", code="invalid_json")
         case HTTPException(status_code=400, detail="Request Entity Too Large"):
@@ -170,7 +176,7 @@ def outcome_of(error: HTTPException) -> str:
         return "cancelled"
     if error.status_code == 503:
         return "unavailable"
-    return "refused" if error.status_code < 500 else "failed"
+    return "refused" if error.status_code < 500 or error.status_code == UNSUPPORTED else "failed"
 
 
 async def log_lost_session(error: Exception, scope: Scope) -> None:
@@ -205,6 +211,12 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if message == NO_BODY:
         return refusal(400, f"the body is empty; it must be an object with the field {name}: {fields[name]}")
     return refusal(400, f"the body must be an object with the field {name}: {uncapitalized(message)}")
+
+
+def json_fault(text: str, error: object) -> str:
+    """Return why a text is not valid JSON. msgspec says of half a character that the text was cut off."""
+    half = HALF_PAIR.search(text)
+    return str(error) if half is None else f"{half[0]} is half of a character"
 
 
 def wrong(field: str) -> int:

@@ -13,7 +13,6 @@ is wrong gets an error and has no other effect. socket.py lists the close codes.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from serving.http.errors import (
     SESSION,
     cut,
     error_of,
+    json_fault,
     log_refused,
     outcome_of,
     refusal,
@@ -70,7 +70,6 @@ MAX_QUEUED = 16  # utterances
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
 ONLY_WORDS = 'a session gives word times alone; set timestamp_granularities to ["word"], or leave it out'
-HALF_PAIR = re.compile(r"\\ud[89ab]..(?!\\ud[c-f])", re.IGNORECASE)
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
@@ -347,8 +346,7 @@ def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
         message = f"a message must be an object whose type is one of {EVENTS}: {uncapitalized(str(error))}"
         raise refusal(400, cut(message, 300), code="invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        half = HALF_PAIR.search(text)  # of which msgspec says that the input was cut off
-        why = f"{half[0]} is half of a character" if half is not None else error
+        why = json_fault(text, error)
         raise refusal(400, f"the message is not valid JSON: {why}", code="invalid_json") from None
 
 

@@ -35,11 +35,13 @@ class TextStream:
         self.place = place
         self.session = Session(server, self._receive, self._send, self.id)  # type: ignore[arg-type]
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.audio: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
+        self.audio: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the end
+        self.room = asyncio.Semaphore(MAX_WAITING)  # in `audio`
         self.configured: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: HTTPException | None = None
         self.is_heard = False  # whether a client reads, or has read, the audio
         self.is_whole = False  # whether the text has ended
+        self.is_spoken = False  # whether all of it was
 
     async def run(self) -> None:
         """Speak until everything is spoken, the text stops coming, or no client reads the audio."""
@@ -51,7 +53,9 @@ class TextStream:
             await ended(watching)
             if not self.configured.done():
                 self.configured.cancel()
-            self._put_end()
+            if not self.is_spoken:  # otherwise the audio would look complete
+                self.error = self.error or refusal(503, "the stream has ended early", code="stopping")
+            self.audio.put_nowait(None)
 
     async def _watch(self) -> None:
         await asyncio.sleep(UNHEARD_S)
@@ -70,6 +74,7 @@ class TextStream:
         """Yield the audio. Raises the refusal."""
         self.is_heard = True
         while (audio := await self.audio.get()) is not None:
+            self.room.release()
             yield audio
         if self.error is not None:
             raise self.error
@@ -80,7 +85,8 @@ class TextStream:
     async def _send(self, message: Message) -> None:
         match message:
             case {"type": "websocket.send", "bytes": bytes(audio)}:
-                await self.audio.put(audio)
+                await self.room.acquire()
+                self.audio.put_nowait(audio)
             case {"type": "websocket.send", "text": str(text)}:
                 self._take(msgspec.json.decode(text))
 
@@ -94,13 +100,8 @@ class TextStream:
                     self.configured.set_exception(self.error)
                 self.leave()
             case {"type": "audio.done"}:
+                self.is_spoken = True
                 self.leave()
-
-    def _put_end(self) -> None:
-        if self.audio.full():  # no client reads it any more, or it gets an incomplete answer
-            self.audio.get_nowait()
-            self.error = self.error or refusal(400, "the audio was not read")
-        self.audio.put_nowait(None)
 
 
 def status_of(error: dict[str, Any]) -> int:

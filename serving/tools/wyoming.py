@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ import httpx
 import msgspec
 import structlog
 import websockets.asyncio.client
-from websockets.exceptions import InvalidHandshake, WebSocketException
+from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 from wyoming.audio import AudioChunk, AudioStart, AudioStop
 from wyoming.error import Error
 from wyoming.event import Event, Eventable
@@ -83,10 +84,27 @@ class Upstream:
         try:
             async with httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=ASK_S) as client:
                 answers = [await client.get(path) for path in ("/v1/models", "/v1/audio/voices")]
-                models, voices = (answer.raise_for_status().json()["data"] for answer in answers)
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise Refused(f"{self.url} does not list its models and voices: {error}") from None
+        except httpx.HTTPError:
+            raise self._unreachable() from None
+        for answer in answers:
+            if answer.is_error:
+                raise self._refusal(answer.status_code, answer.content)
+        try:
+            models, voices = (answer.json()["data"] for answer in answers)
+        except (KeyError, TypeError, ValueError):
+            raise Refused(f"{self.url} is not a server that zoo serve runs") from None
         return [self._program(model, voices) for model in models]
+
+    def _unreachable(self) -> Refused:
+        return Refused(f"the speech server at {self.url} does not answer; is it running?")
+
+    def _refusal(self, status: int, body: bytes) -> Refused:
+        """Return the error of an answer. body: in OpenAI's shape, if the server is ours."""
+        try:
+            why = msgspec.json.decode(body, type=Answer).error.message
+        except msgspec.MsgspecError:
+            why = HTTPStatus(status).phrase if status in list(HTTPStatus) else "it gives no reason"
+        return Refused(f"the speech server at {self.url} answers with status {status}: {why}")
 
     def _program(self, model: Mapping[str, Any], voices: Sequence[Mapping[str, Any]]) -> TtsProgram:
         names = [voice["id"] for voice in voices if model["id"] in voice["models"]] or [ANY_VOICE]
@@ -104,12 +122,17 @@ class Upstream:
             **facts,
         )
 
-    def connect(self) -> websockets.asyncio.client.connect:
-        """Connect to a new session."""
+    async def connect(self) -> websockets.asyncio.client.ClientConnection:
+        """Connect to a new session. Raises Refused."""
         url = "ws" + self.url.removeprefix("http") + "/v1/audio/speech/stream"
-        return websockets.asyncio.client.connect(
-            url, additional_headers=self.headers, max_size=None, proxy=None, open_timeout=ASK_S
-        )
+        try:
+            return await websockets.asyncio.client.connect(
+                url, additional_headers=self.headers, max_size=None, proxy=None, open_timeout=ASK_S
+            )
+        except InvalidStatus as error:
+            raise self._refusal(error.response.status_code, bytes(error.response.body or b"")) from None
+        except (InvalidHandshake, OSError, TimeoutError):
+            raise self._unreachable() from None
 
 
 class Handler(AsyncEventHandler):
@@ -205,10 +228,7 @@ class Handler(AsyncEventHandler):
         if text_format not in (None, SynthesizeTextFormat.TEXT):
             raise Refused(f"text format {text_format!r} is not supported; use plain text")
         if self.socket is None:
-            try:
-                self.socket = await self.upstream.connect()
-            except (InvalidHandshake, OSError, TimeoutError) as error:
-                raise Refused(f"{self.upstream.url} does not accept a session: {error}") from None
+            self.socket = await self.upstream.connect()
             self.hearing = asyncio.create_task(self._hear(self.socket))
         self.configured = asyncio.get_running_loop().create_future()
         await self._send(type="session.config", **await self._chosen(voice))
@@ -286,6 +306,16 @@ class Handler(AsyncEventHandler):
             self.hearing.cancel()
         if self.socket is not None:
             await self.socket.close()
+
+
+class Reason(msgspec.Struct):
+    message: str
+
+
+class Answer(msgspec.Struct):
+    """An error of the speech server."""
+
+    error: Reason
 
 
 class Head(msgspec.Struct):

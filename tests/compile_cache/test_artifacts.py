@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from pathlib import Path
 
@@ -220,6 +221,23 @@ def test_an_export_leaves_the_remains_of_killed_processes_alone(place, tmp_path)
     before = sorted(place.parent.iterdir())
     store.export(root, tmp_path / "cache.tar")
     assert sorted(place.parent.iterdir()) == before
+
+
+def test_a_tar_of_other_files_is_refused(tmp_path):
+    (tmp_path / "notes").write_text("no cache")
+    with tarfile.open(tmp_path / "cache.tar", "w") as tar:
+        tar.add(tmp_path / "notes", "notes")
+    with pytest.raises(ValueError, match="is not an exported cache: it has other files and no entry"):
+        store.take_in(tmp_path / "there", tmp_path / "cache.tar")
+    assert list(tmp_path.glob("there/*")) == []
+
+
+def test_an_import_removes_what_a_killed_one_left(place, tmp_path):
+    store.export(root_with(place, 1), tmp_path / "cache.tar")
+    there = tmp_path / "there" / "compiled"
+    (there / ".import-killed" / "torch").mkdir(parents=True)
+    store.take_in(there, tmp_path / "cache.tar")
+    assert {path.name for path in there.iterdir()} == {"torch"}
 
 
 def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):

@@ -45,6 +45,15 @@ def test_text_is_for_people():
     assert tried == ["", "    curl", ""]
 
 
+def test_a_log_that_cannot_be_written_ends_nothing():
+    program = SAID + "print('goes on')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env={"PATH": ""}, stdout=subprocess.PIPE, stderr=full
+        )
+    assert done.stdout == b"goes on\n"
+
+
 @pytest.mark.parametrize("form", [None, ""])
 def test_a_pipe_gets_json_by_default(form):
     speech, _, supervisor, *_ = lines(form)

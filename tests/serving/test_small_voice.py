@@ -6,6 +6,7 @@ import pytest
 import soundfile
 from served import connected, serving
 from shell import ROOT
+from shell import zoo as command
 
 import zoo
 from train_a_voice import judge
@@ -45,6 +46,11 @@ def test_the_voice_is_small_and_complete():
     facts = zoo.inspect(zoo.SMALL_VOICE)
     assert facts["voices"] == VOICES and facts["languages"] == ["auto", "english"]
     assert sum(path.stat().st_size for path in zoo.SMALL_VOICE.rglob("*.safetensors")) < 20e6
+
+
+def test_the_voice_is_called_by_its_name_and_not_by_its_format(tmp_path):
+    done = command("say", "Hello.", "--voice", "nobody", "-o", tmp_path / "out.wav")
+    assert done.stderr == "zoo: the small voice has no voice 'nobody'; it has: rms, slt\n"
 
 
 def test_the_voice_is_package_data():

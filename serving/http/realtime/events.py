@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from serving.audio import voice_activity
-from serving.http.errors import CHAT, cut, refusal, uncapitalized
+from serving.http.errors import CHAT, cut, json_fault, refusal, uncapitalized
 from serving.http.objects import Model
 from serving.http.schemas import Name, Temperature, Voice
 
@@ -213,7 +213,8 @@ def decoded(text: str) -> ClientEvent:
         message += next((f"; possible: {values}" for name, values in POSSIBLE.items() if name in where), "")
         raise refusal(400, cut(message, 300), field, "invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise refusal(400, f"the event is not valid JSON: {error}", code="invalid_json") from None
+        why = json_fault(text, error)
+        raise refusal(400, f"the event is not valid JSON: {why}", code="invalid_json") from None
 
 
 def event_id_of(text: str) -> str | None:

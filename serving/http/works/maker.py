@@ -25,8 +25,8 @@ from serving.http.works.store import Work, fields_at
 
 PART_CHARS = 800  # about 50 s of speech: little is lost, and little memory is taken
 AT_ONCE = 4  # parts
-RETRY_S, MAX_RETRY_S = 1.0, 60.0  # while the server is busy, or a key's rate or quota is used up
-# If the engine stops this many times on one part, that part is blamed and the work fails.
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # while the server is busy, or a key's rate is used up
+# If the engine stops this many times on one part, or the model cannot be loaded, the work fails and names the part.
 MAX_STOPS = 2
 # Fields of a speech request that a work decides itself.
 DECIDED: dict[str, Any] = {
@@ -36,7 +36,14 @@ DECIDED: dict[str, Any] = {
     "service_tier": "flex",
 }
 
+STOPS = ("engine_stopped", "model_not_loaded")
+HOPELESS = "model_too_large"
+
 T = TypeVar("T")
+
+
+class UsedUp(Exception):
+    """The work's API key has used its quota of today."""
 
 
 class Part(NamedTuple):
@@ -74,10 +81,11 @@ class Maker:
         self.server, self.work, self.has_room = server, work, has_room
         self.fields: dict[str, Any] = {}
         self.joining: set[int] = set()  # chapters
+        self.is_used_up = False
         self.saving = asyncio.Lock()
 
     async def make(self) -> None:
-        """Speak and join what is missing. Raises the refusal, OSError."""
+        """Speak and join what is missing. Raises the refusal, UsedUp, OSError."""
         work = self.work
         if work.facts.key is not None:
             current.set(self.server.keys.named(work.facts.key))
@@ -95,6 +103,8 @@ class Maker:
         except ExceptionGroup as errors:
             _, unexpected = errors.split((HTTPException, OSError))
             raise (unexpected or errors).exceptions[0] from None
+        if self.is_used_up:
+            raise UsedUp
         for number in range(1, len(work.facts.chapters) + 1):  # those that an end of the server left behind
             await self._join_chapter(number)
         await self._join_book()
@@ -106,8 +116,12 @@ class Maker:
                     yield Part(chapter, number, text)
 
     async def _speak_all(self, missing: Iterator[Part]) -> None:
-        for part in missing:
-            file = await self._spoken(part)
+        while not self.is_used_up and (part := next(missing, None)) is not None:
+            try:
+                file = await self._spoken(part)
+            except UsedUp:  # parts that are being spoken are finished
+                self.is_used_up = True
+                return
             if not self.has_room(len(file)):
                 raise refusal(
                     507, "the works on this server have reached their limit; delete one", code="no_room"
@@ -119,7 +133,7 @@ class Maker:
             await self._join_chapter(part.chapter)
 
     async def _spoken(self, part: Part) -> bytes:
-        """Return the file of a part. While the server is busy, wait and try again. Raises the refusal."""
+        """Return the file of a part. While the server is busy, wait and try again. Raises the refusal, UsedUp."""
         num_stops = 0
         while True:
             wait_s = RETRY_S
@@ -131,8 +145,11 @@ class Maker:
             except Away:
                 pass  # the engine is being started
             except HTTPException as error:
-                num_stops += error_of(error).code == "engine_stopped"
-                if error.status_code not in (429, 503) or num_stops == MAX_STOPS:
+                code = error_of(error).code
+                if code == "insufficient_quota":
+                    raise UsedUp from None
+                num_stops += code in STOPS
+                if error.status_code not in (429, 503) or code == HOPELESS or num_stops == MAX_STOPS:
                     raise self._failed(part, error) from None
                 wait_s = float((error.headers or {}).get("retry-after", RETRY_S))
             await asyncio.sleep(min(wait_s, MAX_RETRY_S))

@@ -60,6 +60,7 @@ class Work:
         self.directory, self.facts = directory, facts
         self.doing: State = "waiting"
         self.error: Error | None = None
+        self.not_before_s = 0.0  # by time.monotonic()
         self.num_bytes = 0
         self.num_chars = sum(sum(chapter.num_chars) for chapter in facts.chapters)
         self.num_spoken = 0  # characters

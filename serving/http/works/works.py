@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -24,7 +25,7 @@ from serving.http.quota import Quota
 from serving.http.references import LoadedVoice
 from serving.http.server import Server
 from serving.http.works import process
-from serving.http.works.maker import PART_CHARS, Maker, Request, request_for, to_its_end
+from serving.http.works.maker import PART_CHARS, Maker, Request, UsedUp, request_for, to_its_end
 from serving.http.works.schemas import WORKS, State, WorkObject
 from serving.http.works.store import ChapterFacts, Facts, Store, Taken, Work
 from serving.settings import WorksSettings
@@ -33,6 +34,7 @@ ENDINGS = (".epub", ".md", ".markdown", ".txt")
 MAX_READING = 4  # documents that are read at once; further ones get 503
 MAX_NAME_CHARS = 60
 OPEN_AGAIN_S = 5.0  # between tries to open the directory
+QUOTA_RETRY_S = 60.0  # between tries of a work whose key has used its quota of the day
 # Fields of a speech request that mean nothing for a work.
 NOT_OF_WORKS = (
     *("input", "response_format", "sample_rate", "bit_rate", "stream", "stream_format", "service_tier"),
@@ -70,11 +72,14 @@ class Works:
         try:
             while True:
                 self._news.clear()
-                work = next((work for work in self.all.values() if work.state == "waiting"), None)
-                if work is None:
-                    await self._news.wait()
-                else:
+                waiting = [work for work in self.all.values() if work.state == "waiting"]
+                work = next((work for work in waiting if work.not_before_s <= time.monotonic()), None)
+                if work is not None:
                     await self._make(work)
+                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(QUOTA_RETRY_S if waiting else None):
+                        await self._news.wait()
         finally:
             self.store.close()
 
@@ -112,6 +117,8 @@ class Works:
             await Maker(self.server, work, self._has_room).make()
         except HTTPException as error:
             work.error = error_of(error)
+        except UsedUp:  # works of other keys go on
+            work.not_before_s = time.monotonic() + QUOTA_RETRY_S
         except OSError as error:
             if error.errno is None:
                 what, code = "this server cannot join the work's speech", "join_failed"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fake_engine import READY, frame
 from http_server import Server, error, until
+from metrics import outcomes
 
 from serving import protocol
 from serving.http import listener
@@ -189,6 +190,25 @@ def test_a_body_that_is_not_compressed_may_say_so(server):
         server.http.post("/v1/audio/speech", json={"input": "frames 1"}, headers=headers).status_code == 200
     )
     assert server.http.get("/v1/models", headers={"content-encoding": "gzip"}).status_code == 200
+
+
+@pytest.mark.parametrize("half", [r"\ud800", r"\udc00", r"\uD83D"])
+def test_half_of_a_character_in_a_body_is_named(server, half):
+    body = r'{"input": "one \ud83d\ude00 ' + half + ' two"}'
+    refused = error(server.http.post("/v1/audio/speech", content=body), 400)
+    assert refused["message"] == f"the body is not valid JSON: {half} is half of a character"
+    whole = error(server.http.post("/v1/audio/speech", content=r'{"input": "\ud83d\ude00"'), 400)
+    assert "half" not in whole["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip\r\ntransfer-encoding: chunked"])
+def test_a_transfer_coding_other_than_chunked_is_a_501(server, coding):
+    head = f"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: {coding}\r\n\r\n"
+    with socket.create_connection(server.listener.getsockname(), timeout=5) as client:
+        client.sendall(head.encode() + b"2\r\n{}\r\n0\r\n\r\n")
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 501 ") and b'"unsupported_encoding"' in answer
+    assert outcomes(server, "").keys() == {"refused"}
 
 
 def test_unknown_routes_and_methods(server):

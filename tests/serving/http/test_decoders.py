@@ -17,6 +17,7 @@ import pytest
 from fake_engine import CLONER
 from hostile_files import fragmented_mp4, matroska, mp4
 from http_server import Server, error, until
+from litestar.exceptions import HTTPException
 from uploads import RATE_HZ, recording, upload
 from websockets.sync.client import connect
 
@@ -111,11 +112,26 @@ def test_a_process_that_hangs_is_replaced(monkeypatch):
         [process] = children()
         os.kill(process, signal.SIGSTOP)
         monkeypatch.setattr(decoders, "MAX_WAIT_S", 0.3)
-        with pytest.raises(ValueError, match="takes more than"):
+        with pytest.raises(HTTPException, match=r"503: a decoder .* within 0\.3 s"):
             await pool.decode(recording(NOISE), 60)
         monkeypatch.undo()
         assert await pool.decode(recording(NOISE), 60) == decode(recording(NOISE), 60)
         assert process not in children()
+
+    run(scene)
+
+
+def test_a_process_that_is_killed_with_a_file_is_not_the_files_fault():
+    async def scene(pool):
+        await pool.decode(recording(NOISE), 60)
+        [process] = children()
+        os.kill(process, signal.SIGSTOP)
+        decoding = asyncio.create_task(pool.decode(recording(NOISE), 60))
+        await asyncio.sleep(0.1)
+        os.kill(process, signal.SIGKILL)  # as the system does when memory is full
+        with pytest.raises(HTTPException, match="503: a decoder of this server was killed"):
+            await decoding
+        assert await pool.decode(recording(NOISE), 60) == decode(recording(NOISE), 60)
 
     run(scene)
 

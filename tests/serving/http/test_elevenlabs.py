@@ -128,6 +128,7 @@ def test_a_strict_server_refuses_their_names(strict):
         ({"text": "a" * 9000}, "text", "text has 9000 characters"),
         ({"text": "reject text"}, "text", "text is not possible"),
         ({"text": 3}, "text", "text takes the text to speak"),
+        ({"next_text": 3}, "next_text", "next_text takes a text, which is ignored"),
         ({"voice": "nobody"}, "voice_id", "there is no voice 'nobody'"),
         ({"model_id": "other"}, "model_id", "model 'other' is not served"),
         (

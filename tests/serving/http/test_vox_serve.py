@@ -1,12 +1,13 @@
 """VoxServe's routes, with a fake engine (fake_engine.py)."""
 
+import asyncio
 import io
 import threading
 import wave
 
 import httpx
 import pytest
-from fake_engine import CLONER, MODEL
+from fake_engine import CLONER, MODEL, TONE_SAMPLES
 from http_server import Server, error, until
 from metrics import outcomes
 from uploads import recording
@@ -146,6 +147,39 @@ def test_a_stream_without_a_reader_ends_by_itself(server, monkeypatch):
     assert server.app.state.server.sessions.num_held == 1
     until(lambda: server.app.state.server.sessions.num_held == 0)
     until(lambda: id not in server.app.state.streams.running)
+
+
+def test_a_slow_reader_gets_all_audio_of_a_stream(server, monkeypatch):
+    monkeypatch.setattr(text_streams, "MAX_WAITING", 2)
+    id = server.http.post(START, data={}).json()["request_id"]
+    server.http.post(f"/generate/stream/{id}/text", data={"text": "tone 25"})
+    server.http.post(f"/generate/stream/{id}/end")
+    streams = server.app.state.streams
+
+    async def read():
+        audio = b""
+        async for piece in streams.heard(streams.find(id)):
+            audio += piece
+            await asyncio.sleep(0.05)
+        return audio
+
+    audio = asyncio.run_coroutine_threadsafe(read(), server.loop).result(30)
+    assert samples(audio) == 25 * TONE_SAMPLES
+
+
+def test_a_stream_that_the_server_ends_is_not_taken_for_complete(server):
+    id = server.http.post(START, data={}).json()["request_id"]
+    server.http.post(f"/generate/stream/{id}/text", data={"text": "hold 3"})
+    server.http.post(f"/generate/stream/{id}/end")
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        server.http.stream("GET", f"/generate/stream/{id}/audio") as answer,
+    ):
+        pieces = answer.iter_raw()
+        next(pieces)
+        server.call(server.app.state.streams.find(id).leave)
+        for _ in pieces:
+            pass
 
 
 def test_a_stream_whose_text_stops_coming_ends_with_an_error(server):

@@ -26,6 +26,8 @@ from works_server import TWO, WORKS, add, get, post, started, wait
 
 from serving.books import process as books
 from serving.books.manuscript import BOOK, TEXTS
+from serving.http.errors import refusal
+from serving.http.whole_file import WholeFile
 from serving.http.works import process
 from serving.http.works.store import Work
 from serving.http.works.works import clean_name
@@ -334,6 +336,16 @@ def test_a_work_waits_while_the_engine_is_full(server):
     assert server.http.delete(f"{WORKS}/{id}").status_code == 200
 
 
+@pytest.mark.parametrize("code", ["model_too_large", "model_not_loaded"])
+def test_a_model_that_cannot_be_loaded_fails_the_work(server, monkeypatch, code):
+    async def refused(self):
+        raise refusal(503, "it cannot be loaded", code=code, retry_after_s=0.001)
+
+    monkeypatch.setattr(WholeFile, "spoken", refused)
+    failed = wait(server, add(server, "frames 100"), "failed")
+    assert failed["error"]["code"] == code and "part 1: it cannot be loaded" in failed["error"]["message"]
+
+
 def test_a_full_disk_fails_the_work_and_refuses_new_ones(server, monkeypatch):
     id = add(server, "hold 1")
     until(lambda: server.engine.asked)
@@ -511,6 +523,18 @@ def test_a_key_sees_its_own_works_alone(near, tmp_path, where):
         until(lambda: server.http.get(f"{WORKS}/{id}", headers=anna).json()["state"] == "complete")
         key = server.app.state.server.keys.named("anna")
         assert (key.num_chars, round(key.audio_s, 3)) == (10, 1.0)
+
+
+def test_a_key_without_quota_does_not_delay_the_works_of_others(near, tmp_path, where):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps([{**KEYS[0], "characters_per_day": 1000}, KEYS[1]]))
+    anna, bert = ({"authorization": f"Bearer sk-{name}"} for name in ("anna", "bert"))
+    with started(tmp_path, where, api_keys=str(path)) as server:
+        first = post(server, many(*["frames 100"] * 8), headers=anna).json()["id"]
+        second = post(server, "frames 240", headers=bert).json()["id"]
+        until(lambda: server.http.get(f"{WORKS}/{second}", headers=bert).json()["state"] == "complete")
+        left = server.http.get(f"{WORKS}/{first}", headers=anna).json()
+        assert left["state"] == "waiting" and left["error"] is None and 0 < left["progress"] < 1
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,28 @@ def test_a_server_that_is_away(tmp_path):
     class Away:
         url = "http://127.0.0.1:9"
 
-    assert "does not accept a session" in failure(told(Away, tmp_path, Synthesize("frames 1")))
+    for asked in (Synthesize("frames 1"), Describe()):
+        assert first_failure(Away, tmp_path, asked) == (
+            "the speech server at http://127.0.0.1:9 does not answer; is it running?"
+        )
+
+
+def test_a_server_without_an_engine_says_so_in_its_own_words(tmp_path):
+    (tmp_path / "s").mkdir()
+    with Server(tmp_path / "s") as server:
+        server.speak("die")
+        until(lambda: server.http.get("/v1/models").status_code == 503)
+        said = first_failure(server, tmp_path, Describe())
+    assert f"{server.url} answers with status 503: the engine is " in said
+
+
+def first_failure(server, path, asked):
+    async def ask():
+        async with bridge(server, path) as client:
+            await client.write_event(asked.event())
+            return await client.read_event()
+
+    return failure([asyncio.run(ask())])
 
 
 def test_ping(server, tmp_path):
