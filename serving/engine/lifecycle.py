@@ -188,7 +188,7 @@ class Lifecycle:
 
     def _end(self, job: Job) -> None:
         """All of it was spoken."""
-        if job.num_frames:
+        if job.num_frames and job.prompt.num_fed_steps is None:  # else only the first of its text is known
             job.model.forecaster.lengths.record(job.request.text_bytes, job.num_frames)
         self._release(job, job.ending())
 

@@ -471,6 +471,17 @@ def test_a_request_that_waits_for_sessions_is_refused_once_it_is_late():
     assert heard.ended_s - heard.submitted_s < LATE_FACTOR * 2.0
 
 
+def test_lengths_are_not_learned_from_text_that_arrives():
+    """The request was accepted with the first words of a long text."""
+    simulation = Simulation(Voice(guard=1.0), COST, settings={"max_slots": 2})
+    before = simulation.model.forecaster.lengths.mean
+    heard = simulation.submit(Request(text="hum", max_frames=100, is_open=True))
+    simulation.engine.feed("request-1", range(100), is_last=True)
+    simulation.run([])
+    assert isinstance(heard.end, Finished) and heard.end.frames == 100
+    assert simulation.model.forecaster.lengths.mean == before
+
+
 def test_a_request_whose_prompt_fails_leaves_the_line():
     """An engine that rests has no iteration in which the line would be made again."""
     simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 2.0})
