@@ -184,7 +184,7 @@ class ModelRound:
             self.failing[job] = NOT_FINITE
         if job in self.failing:
             return
-        job.pause(job.prompt.silence_before)
+        job.model.give_silence(job, job.prompt.silence_before)
         job.prompt.silence_before = 0
         job.deliver(Audio(samples, frames))
         job.past.num_samples += len(samples)
