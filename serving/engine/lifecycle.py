@@ -153,7 +153,7 @@ class Lifecycle:
         of this pass."""
         job.model.record_pass(job)
         job.report_pass()
-        job.model.give_silence(job, job.prompt.silence_after)
+        job.model.round.give_silence(job, job.prompt.silence_after)
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.model.family.spec.keeps_answers:

@@ -246,13 +246,6 @@ class ModelWorker:
         steps = self.runner.feed(job.slot, tokens, is_last)
         self.scheduler.feed(job.slot, None if is_last else steps)
 
-    def give_silence(self, job: Job, num_samples: int) -> None:
-        """Give a job's listener silence before or behind a pass."""
-        if num_samples:
-            job.pause(num_samples)
-            given_s = num_samples / self.family.spec.sample_rate_hz
-            self.scheduler.record_silence(job.slot, given_s, self.clock())
-
     def consume(self, job: Job, frames: int) -> None:
         """Record that a job's listener consumed `frames` frames."""
         if job.slot >= 0:

@@ -183,9 +183,8 @@ class Scheduler:
     def report(self, slots: np.ndarray, ready: np.ndarray, done: np.ndarray) -> None:
         """Record a launch's late report, all [B]: frames on the tape, and whether no more come. Slots that
         were closed since are left out."""
-        decodes = (
-            self.slots.is_decoding | self.slots.prompt.is_first_filled
-        )  # a second lane may be filled now
+        # A second lane may be filled now.
+        decodes = self.slots.is_decoding | self.slots.prompt.is_first_filled
         assert decodes[slots].all(), f"slots {slots} report, but only {np.flatnonzero(decodes)} decode"
         self.slots.tape.num_ready[slots] = ready
         self.slots.tape.is_done[slots] = done
