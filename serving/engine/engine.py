@@ -255,7 +255,7 @@ class Engine:
                 is_busy = self.turn()
                 self.after_turn()
                 if not is_busy:
-                    self.inbox.sleep(self.lifecycle.stalls_in_s())
+                    self.inbox.sleep(self.lifecycle.looks_in_s())
             self.lifecycle.end_all(Failed(STOPPED, code="engine_stopped"))
         except BaseException as error:
             self.lifecycle.end_all(Failed(f"the engine stopped: {error}"))

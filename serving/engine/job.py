@@ -28,6 +28,7 @@ class Worker(Protocol):
     family: Family[Any]
     pages: Any
     queue: Any
+    round: Any
     counters: Any
     forecaster: Any
 
@@ -209,8 +210,6 @@ class Job:
 
     def pause(self, num_samples: int) -> None:
         """Deliver silence before or behind a pass. It belongs to no frame and to no piece of the text."""
-        if not num_samples:
-            return
         self.deliver(Audio(np.zeros(num_samples, np.float32), 0))
         self.past.num_samples += num_samples
         self.past.num_reported = self.past.num_samples

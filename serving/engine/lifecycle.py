@@ -24,7 +24,7 @@ from serving.engine.intake import Intake
 from serving.engine.job import Job, QueuedRequest
 from serving.engine.memory.paging import Paging
 from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import MAX_SKIPS
+from serving.engine.schedule.numbers import IDLE_LOOK_S, MAX_SKIPS
 from zoo.contract import Prompt
 from zoo.request import RequestError
 
@@ -153,7 +153,7 @@ class Lifecycle:
         of this pass."""
         job.model.record_pass(job)
         job.report_pass()
-        job.pause(job.prompt.silence_after)
+        job.model.round.give_silence(job, job.prompt.silence_after)
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.model.family.spec.keeps_answers:
@@ -188,7 +188,7 @@ class Lifecycle:
 
     def _end(self, job: Job) -> None:
         """All of it was spoken."""
-        if job.num_frames:
+        if job.num_frames and job.prompt.num_fed_steps is None:  # else only the first of its text is known
             job.model.forecaster.lengths.record(job.request.text_bytes, job.num_frames)
         self._release(job, job.ending())
 
@@ -226,6 +226,14 @@ class Lifecycle:
         """End a request with one of FAILURES."""
         log.error(code, id=job.id, frames=job.num_frames)
         self._release(job, Failed(FAILURES[code], code=code))
+
+    def looks_in_s(self) -> float | None:
+        """Return the seconds after which an engine without work has an iteration even without news; None if
+        only news can change anything."""
+        stalls_in_s = self.stalls_in_s()
+        if not any(model.queue.requests for model in self.models.values()):
+            return stalls_in_s
+        return IDLE_LOOK_S if stalls_in_s is None else min(stalls_in_s, IDLE_LOOK_S)
 
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""

@@ -179,12 +179,19 @@ class ModelRound:
             self.scheduler.record_delivery(slots, counts, given_s, is_last, render.handed_s, self.clock())
         self.tenants.free_up()
 
+    def give_silence(self, job: Job, num_samples: int) -> None:
+        """Give a job's listener silence before or behind a pass."""
+        if num_samples:
+            job.pause(num_samples)
+            given_s = num_samples / self.runner.family.spec.sample_rate_hz
+            self.scheduler.record_silence(job.slot, given_s, self.clock())
+
     def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
         if not np.isfinite(samples).all():
             self.failing[job] = NOT_FINITE
         if job in self.failing:
             return
-        job.pause(job.prompt.silence_before)
+        self.give_silence(job, job.prompt.silence_before)
         job.prompt.silence_before = 0
         job.deliver(Audio(samples, frames))
         job.past.num_samples += len(samples)

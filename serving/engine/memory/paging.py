@@ -73,7 +73,7 @@ class Paging:
         """Before steps are launched, give a page to each slot that takes one and lacks it, and resume what
         can be resumed."""
         short = [job for model in self.models() for job in model.short_jobs()] if self.max_saved else []
-        for job in sorted(short, key=buffer):
+        for job in short:
             self._grow(job)
         for job in sorted(self._paused(), key=buffer):
             if job.model.needs_pages(job) and not self._resume(job):

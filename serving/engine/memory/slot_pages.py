@@ -141,9 +141,8 @@ class SlotPages:
         return True
 
     def num_written(self, job: Job) -> list[int]:
-        """Return how many pages each lane has written to. A lane that is not open counts none: its length is
-        that of an earlier tenant, or of a lane to come."""
-        written = self.runner.kv_lens[self._sequences(job)] * self._is_live(np.array([job.slot]))
+        """Return how many pages each lane has written to."""
+        written = self.runner.kv_lens[self._sequences(job)]
         return (-(-written // self.runner.page_tokens)).tolist()
 
     def needed_to_resume(self, job: Job, frames: int) -> list[int]:

@@ -183,9 +183,8 @@ class Scheduler:
     def report(self, slots: np.ndarray, ready: np.ndarray, done: np.ndarray) -> None:
         """Record a launch's late report, all [B]: frames on the tape, and whether no more come. Slots that
         were closed since are left out."""
-        decodes = (
-            self.slots.is_decoding | self.slots.prompt.is_first_filled
-        )  # a second lane may be filled now
+        # A second lane may be filled now.
+        decodes = self.slots.is_decoding | self.slots.prompt.is_first_filled
         assert decodes[slots].all(), f"slots {slots} report, but only {np.flatnonzero(decodes)} decode"
         self.slots.tape.num_ready[slots] = ready
         self.slots.tape.is_done[slots] = done
@@ -234,8 +233,7 @@ class Scheduler:
         is_late = np.isfinite(until_s) & (until_s < now_s) & (listener.num_unread[slots] == 0)
         listener.num_underruns[slots] += is_late
         listener.num_late_in_a_row[slots] = np.where(is_late, listener.num_late_in_a_row[slots] + 1, 0)
-        heard_s = given_s * listener.frame_s[slots] / self.timing.frame_s
-        listener.plays_until_s[slots] = np.maximum(until_s, now_s) + heard_s
+        listener.play(slots, given_s, now_s, self.timing.frame_s)
         tape.num_delivered[slots] += count
         tape.is_end_delivered[slots] |= is_last
         self._record_unread(slots, count, now_s)
@@ -244,6 +242,10 @@ class Scheduler:
         assert not over.size, (
             f"slots {over}: {tape.num_delivered[over]} frames delivered, {tape.num_rendered[over]} rendered"
         )
+
+    def record_silence(self, slot: int, given_s: float, now_s: float) -> None:
+        """Record silence that was given before or behind a pass: its listener plays it as it plays speech."""
+        self.slots.listener.play(np.array([slot]), given_s, now_s, self.timing.frame_s)
 
     def _record_unread(self, slots: np.ndarray, count: np.ndarray, now_s: float) -> None:
         listener = self.slots.listener

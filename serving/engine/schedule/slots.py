@@ -100,6 +100,12 @@ class ListenerRows:
         self.num_unread[slot] = 0
         self.release(slot)
 
+    def play(self, slots: np.ndarray, given_s: np.ndarray | float, now_s: float, frame_s: float) -> None:
+        """Let listeners [B] play `given_s` [B] seconds of audio behind what they have. frame_s: a frame's
+        length at speed 1."""
+        heard_s = given_s * self.frame_s[slots] / frame_s
+        self.plays_until_s[slots] = np.maximum(self.plays_until_s[slots], now_s) + heard_s
+
     def release(self, slot: int) -> None:
         """End the backpressure."""
         self.has_backpressure[slot] = False

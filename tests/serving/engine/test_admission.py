@@ -429,6 +429,59 @@ def test_a_session_that_waits_for_text_takes_the_place_of_nobody():
     assert all(isinstance(one.end, Finished) for one in (*sessions, first, second, third))
 
 
+def run_alone(simulation: Simulation) -> None:
+    """Let the engine run as in its thread, until only news can wake it."""
+    engine = simulation.engine
+
+    def sleep(seconds: float | None) -> None:
+        if seconds is None:
+            engine.stop()
+        else:
+            simulation.clock.now_s += seconds
+
+    engine.inbox.sleep = sleep
+    engine.run()
+
+
+def full_of_sessions(num: int, **settings: float) -> Simulation:
+    """Return an engine whose slots wait for text, while their listeners have audio."""
+    slow = Cost(step_s=lambda slots: 0.01 + 0.025 * slots, render_s=lambda rows, frames: 0.0)
+    simulation = Simulation(Voice(guard=1.0), slow, settings=settings)
+    for i in range(num):
+        simulation.submit(Request(text="x" * 10, seed=100 + i, max_frames=60, is_open=True))
+    while simulation.turn():
+        pass
+    assert simulation.model.scheduler.slots.is_starved.sum() == num
+    return simulation
+
+
+def test_a_request_gets_its_place_once_sessions_have_played_their_audio():
+    """No news wakes the engine then."""
+    simulation = full_of_sessions(2, max_slots=8, max_ttfa_s=60.0)
+    heard = simulation.submit(Request(text="x" * 60, seed=1))
+    run_alone(simulation)
+    assert isinstance(heard.end, Finished) and heard.ttfa_s < 1.5
+
+
+def test_a_request_that_waits_for_sessions_is_refused_once_it_is_late():
+    simulation = full_of_sessions(1, max_slots=1, max_ttfa_s=2.0)
+    heard = simulation.submit(Request(text="x" * 60, seed=1))
+    run_alone(simulation)
+    assert isinstance(heard.end, Failed) and heard.end.code == "engine_full"
+    assert heard.ended_s - heard.submitted_s < LATE_FACTOR * 2.0
+
+
+def test_lengths_are_not_learned_from_text_that_arrives():
+    """The request was accepted with the first words of a long text."""
+    simulation = Simulation(Voice(guard=1.0), COST, settings={"max_slots": 2})
+    before = simulation.model.forecaster.lengths.mean
+    heard = simulation.submit(Request(text="hum", max_frames=100, is_open=True))
+    simulation.engine.feed("request-1", range(100), is_last=True)
+    simulation.run([])
+    assert isinstance(heard.end, Finished) and heard.end.frames == 100
+    assert simulation.model.forecaster.lengths.mean == before
+
+
 def test_a_request_whose_prompt_fails_leaves_the_line():
     """An engine that rests has no iteration in which the line would be made again."""
     simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 2.0})

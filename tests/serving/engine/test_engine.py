@@ -161,6 +161,19 @@ def test_a_smaller_request_may_skip_one_that_lacks_pages():
         assert isinstance(listener.end, Finished)
 
 
+def test_a_request_that_lacks_pages_keeps_no_shared_ones():
+    """Its prompt is in two of the five pages, of which the other one takes four."""
+    scarce = engine(kv_memory_bytes=6 * PAGE_BYTES, swap_memory_bytes=1 << 30)
+    asked = long(text="x" * (2 * PAGE_TOKENS + 1), max_frames=20)
+    [first], second = speak(scarce, asked), Listener()
+    scarce.turn()
+    scarce.speak("second", replace(asked, seed=1), second)
+    while scarce.turn():
+        assert numbers(scarce)["running"] <= 1
+    assert isinstance(first.end, Finished) and isinstance(second.end, Finished)
+    assert numbers(scarce)["pages_shared"] == 2 and scarce.pages.free == scarce.pages.num_pages
+
+
 @LAGS
 def test_a_prompt_that_is_all_in_shared_pages_begins_with_its_first_step(report_lag):
     asked = Request(text="x" * (2 * PAGE_TOKENS + 1), seed=1)

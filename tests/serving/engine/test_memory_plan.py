@@ -8,6 +8,7 @@ import torch
 from models import directory, family
 
 import zoo
+from serving.engine.device.arena import check_there_is
 from serving.engine.device.staging import recorded_rows
 from serving.engine.loading import CPU_PART, sizes
 from serving.engine.memory.memory_plan import (
@@ -99,6 +100,29 @@ def test_more_slots_need_more_of_all_but_weights():
     few, many = (plan(shapes("qwen3_tts"), slots) for slots in (2, 16))
     assert few.weights == many.weights
     assert few.state < many.state and few.launch < many.launch and few.kv_cache < many.kv_cache
+
+
+@pytest.mark.parametrize("verb", ["hidden", "render"])
+def test_a_prefill_and_a_render_are_in_the_plan(verb, monkeypatch):
+    """Both run at the same time."""
+    model = shapes("qwen3_tts")
+    before, launch = launch_bytes(model, 2), getattr(model, verb)
+    more = 1 << 40
+
+    def takes_more(*given):
+        made = torch.empty(more, dtype=torch.uint8, device="meta")
+        return made, launch(*given)
+
+    monkeypatch.setattr(model, verb, takes_more)
+    assert launch_bytes(model, 2) == before + more
+
+
+def test_kv_memory_is_refused_only_beyond_all_memory_of_a_gpu(monkeypatch):
+    """Memory that others use now may be free by the time that it is taken."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 2000))
+    check_there_is(2000, torch.device("cuda"))
+    with pytest.raises(ValueError, match="more than this machine's cuda has: 2000"):
+        check_there_is(2001, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen3_tts", "tiny-base"), ("higgs_v3", "tiny")])

@@ -480,6 +480,22 @@ def test_a_pause_is_silence_of_exactly_its_length(name, monkeypatch):
     assert speech == sum(len(event.samples) for event in events if isinstance(event, Audio) and event.frames)
 
 
+def test_a_listener_plays_the_silence_between_two_passes():
+    """At speed 2 in half the time. Then it has nothing left, and the next audio comes too late."""
+    text = "[pause:5s] Once. [pause:10s] Twice."
+    for waited_s, num_underruns in ((7.0, 0), (10.0, 1)):
+        room, listener = engine(family("toy")), Listener()
+        [model] = room.models.values()
+        place = room.accept("request", listener, listener=settings.Listener(speed=2.0))
+        room.prepare(place, lambda: Request(text=text, seed=5))
+        while not any(job.is_composing for job in model.running.values()):
+            room.turn()
+        room.clock.now_s += waited_s
+        run(room)
+        assert isinstance(listener.end, Finished) and listener.frames == 23
+        assert model.scheduler.num_underruns == num_underruns
+
+
 def test_a_turn_of_a_conversation_makes_no_pause():
     with pytest.raises(RequestError, match="turn of a conversation"):
         engine().speak("request", asked(text="One. [pause:1s] Two.", conversation="one"), Listener())

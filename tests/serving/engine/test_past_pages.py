@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from masquerade import LateStream, masquerade
-from models import Clock, Listener, directory, family
+from models import TOYS, Clock, Listener, directory, family
 
 import zoo
 from benchmarks.rehearsal import shapes
-from serving.engine.device.arena import CHUNK_PAGES, chunk_bytes, common_page_bytes
+from serving.engine.device.arena import CHUNK_PAGES, Arena, chunk_bytes, common_page_bytes
+from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
 from serving.engine.memory.memory_plan import plan
 from zoo.contract import Family, Past
@@ -86,6 +89,7 @@ def test_streams_of_one_voice_share_the_chunks_of_its_prompt():
         assert not set(first.pages.past[num_shared:]) & set(second.pages.past)
         while paged.turn():
             pass
+        assert paged.engine.pages.free == paged.engine.pages.num_pages
     for asked, listener in zip(both, listeners, strict=True):
         np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
 
@@ -106,6 +110,44 @@ def test_a_stream_that_is_paused_for_pages_of_its_past_sounds_the_same():
         assert paged.engine.pages.free == paged.engine.pages.num_pages
     for asked, listener in zip(both, listeners, strict=True):
         np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
+
+
+def hummer() -> Runner:
+    """Return a runner of a toy that could have a past."""
+    model = TOYS["toy"]()
+    model.spec = replace(model.spec, past=Past(frames=4, values=32, row_values=16, max_chunks=5))
+    return Runner(model, 2, Arena([model], 1 << 16), compile=False)
+
+
+def test_a_past_is_saved_between_renders_and_later_steps_and_restored_after_those_in_flight():
+    """Renders write it, and steps may use its old pages, or its new ones."""
+    with masquerade():
+        runner = hummer()
+        page, [row] = 5, runner.arena.by_page[5:6]
+
+        def write(value: int) -> tuple[torch.Tensor]:
+            return (row.fill_(value),)
+
+        runner.streams.renders.run(lambda: write(7))
+        saved = runner.save_past([page])
+        runner.streams.lm.run(lambda: write(9)).read()
+        assert (saved.read()[0] == 7).all()
+        runner.streams.lm.run(lambda: write(8))
+        runner.restore_past([page], saved)
+        runner.streams.renders.run(lambda: (row,)).read()
+        runner.streams.lm.here()
+        assert (row == 7).all()
+
+
+def test_a_slot_with_fewer_pages_of_its_past_reads_none_of_the_old_ones():
+    with masquerade():
+        runner = hummer()
+        runner.set_past(0, [5, 6, 7])
+        runner.set_past(0, [8])
+        runner.set_past(1, [9])
+        scratch = runner.past[-1, 0]
+        assert runner.past[0, 0] == 8 and runner.past[1, 0] == 9
+        assert (runner.past[:2, 1:] == scratch).all()
 
 
 @pytest.mark.slow

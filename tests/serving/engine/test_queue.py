@@ -9,6 +9,7 @@ from models import Clock, Listener
 from toy import Toy
 
 from serving.engine.engine import Engine, Failed, Finished, Full
+from serving.engine.wire import NotEncoded
 from zoo.contract import Prompt
 from zoo.request import Request, RequestError
 
@@ -51,6 +52,23 @@ def text(words: str):
 def run(engine: Engine) -> None:
     while engine.turn():
         engine.clock.now_s += 0.03
+
+
+def test_a_request_that_leaves_before_its_voice_is_encoded_gives_its_memory_back():
+    """It was found to need the slow threads, and waits for them."""
+    room = engine()
+    [place] = accept(room, "a", reference_bytes=MIB)
+
+    def no_encoding() -> Request:
+        raise NotEncoded
+
+    with pytest.raises(NotEncoded):
+        room.prepare(place, no_encoding)
+    assert room.intake.reference_bytes == MIB
+    room.cancel("a")
+    assert room.intake.reference_bytes == 0
+    room.prepare(place, no_encoding)
+    assert room.intake.reference_bytes == 0
 
 
 def test_one_limit_holds_for_all_requests_without_a_slot():
