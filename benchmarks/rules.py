@@ -23,6 +23,7 @@ from serving.engine.engine import Finished
 from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from serving.engine.schedule.policy import Streaming
 from serving.engine.schedule.snapshot import Snapshot
+from serving.engine.schedule.windows import WindowPlan
 from serving.tools.simulate import Cost, Simulation, Voice, poisson, use_gpu_rules
 from zoo.contract import Window
 from zoo.request import Request
@@ -105,6 +106,11 @@ class NoneLate(Streaming):
         return np.zeros(now.slots.num_slots, bool)
 
 
+class NotPadded(Streaming):
+    def cut(self, now: Snapshot, is_due: np.ndarray, flush: np.ndarray, takes_all: np.ndarray) -> WindowPlan:
+        return super().cut(now, is_due, flush, np.zeros_like(takes_all))
+
+
 def by(policy: type[Streaming]) -> Callable[[Simulation], None]:
     def use(simulation: Simulation) -> None:
         simulation.model.scheduler.policy = policy()
@@ -144,6 +150,7 @@ RULES: dict[str, Callable[[Simulation], None]] = {
     "prompts wait for listeners": by(NoDelay),
     "dry listeners first": by(NoneDry),
     "late listeners": by(NoneLate),
+    "padding": by(NotPadded),
     "at risk": by(OnlyFullWindows),
     "prompts wait for more": prompts_at_once,
     "renders in flight": renders_at_once,
