@@ -27,17 +27,22 @@ def read(path: Path) -> tuple[Tokenizer, dict[str, int]]:
 class PlainTokenizer:
     """Text -> ids. No text becomes an added token, and none is cut, padded or put between other tokens.
 
-    special: the added tokens, by their text. Raises ValueError if a `needed` one is missing, or if an id is
-    not below `rows`, the number of the model's text embeddings.
+    special: the ids of the added tokens, by their text. Raises ValueError if a `needed` one is missing, or if
+    an id is not below `rows`, the number of the model's text embeddings.
     """
 
     def __init__(self, path: Path, needed: Iterable[str], rows: int, model: str):
         self._tokenizer, self.special = read(path)
         if missing := [token for token in needed if token not in self.special]:
             raise ValueError(f"{path} lacks tokens of {model}: {', '.join(missing[:8])}")
-        most = max([-1, *self.special.values(), *self._tokenizer.get_vocab().values()])
+        most = max([-1, *self.special.values(), *self.words.values()])
         if most >= rows:
             raise ValueError(f"{path} has ids up to {most}, but the model has {rows} text rows")
+
+    @property
+    def words(self) -> dict[str, int]:
+        """The ids of all other tokens, by their text."""
+        return self._tokenizer.get_vocab()
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
