@@ -24,11 +24,12 @@ from train_a_voice.features import FRAME, RATE_HZ, TOP_HZ
 from train_a_voice.sprint import Clock, Log, Losses, Step, optimiser_of, run
 from train_a_voice.track import Features
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful
+from zoo.nn.convnext import ConvNeXt
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.window_attention import WindowLayer
-from zoo.qwen3_tts.codec import Decoder, Upsample
+from zoo.qwen3_tts.codec import Decoder
 
 SKIP = 2  # frames at the start of a crop that are not scored, because they lack their past
 # Coefficients of t^2k whose sum is sin(pi t)^2 to 4e-7 for t from -1/2 to 1/2: a least-squares fit
@@ -116,7 +117,7 @@ def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
             nn.init.constant_(module.attention_scale, 0.1)
             nn.init.constant_(module.mlp_scale, 0.1)
-        if isinstance(module, Upsample):
+        if isinstance(module, ConvNeXt):
             nn.init.constant_(module.scale, 0.1)
         if isinstance(module, nn.LayerNorm):
             nn.init.zeros_(module.bias)

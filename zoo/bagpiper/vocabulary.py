@@ -6,15 +6,13 @@ values that are not zero. So does this module. A "!" that the model writes has i
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from zoo.bagpiper.config import FIRST_WORD, PAD, TITLE, Config
 from zoo.checkpoint.json_files import read_json
 from zoo.nn.plain_tokenizer import PlainTokenizer
-from zoo.text.bpe import byte_symbols
+from zoo.text.bpe import in_bytes
 
 _HIDDEN = re.compile(r"<\|.*\|>")
 
@@ -30,9 +28,11 @@ class TextTokenizer:
         self.first = FIRST_WORD if config.is_converted else 0
         rows = config.num_ids if config.is_converted else config.num_words
         self.plain = PlainTokenizer(path, (), rows, TITLE)
-        content = read_json(path)
-        self.raw = _raw(content, path)
-        added = {token["id"]: token for token in content.get("added_tokens", ())}
+        self.raw = {
+            id: b"" if _HIDDEN.fullmatch(token) else in_bytes(token) or b""
+            for token, id in self.plain.words.items()
+        }
+        added = {token["id"]: token for token in read_json(path).get("added_tokens", ())}
         self.added = {
             id: b"" if token.get("special", True) else token["content"].encode()
             for id, token in added.items()
@@ -47,19 +47,3 @@ class TextTokenizer:
         """Return the UTF-8 bytes of a word, by its index; none for a special token."""
         id = word + self.first
         return self.added[id] if id in self.added else self.raw.get(id, b"")
-
-
-def _raw(content: dict[str, Any], path: Path) -> dict[int, bytes]:
-    """Return id -> bytes of a byte-level vocabulary. Raises ValueError."""
-    model = content.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict) or not all(type(id) is int for id in vocabulary.values()):
-        raise ValueError(f"{path} has no vocabulary by token, such as {json.dumps({'a': 1})}")
-    bytes_of = {symbol: byte for byte, symbol in byte_symbols().items()}
-    found = {}
-    for token, id in vocabulary.items():
-        is_bytes = all(symbol in bytes_of for symbol in token)
-        found[id] = (
-            b"" if _HIDDEN.fullmatch(token) or not is_bytes else bytes(map(bytes_of.__getitem__, token))
-        )
-    return found

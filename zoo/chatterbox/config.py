@@ -14,7 +14,7 @@ from typing import Literal
 
 from zoo.checkpoint.tensor_files import Header, TensorFile, open_file
 from zoo.nn.llama import LlamaConfig, RopeScaling
-from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes, VocoderSizes
+from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes, VocoderSizes, vocoder_sizes
 from zoo.nn.s3.tokenizer import S3Config
 
 Kind = Literal["english", "multilingual", "turbo"]
@@ -232,27 +232,6 @@ def _vocoder(shapes: Shapes) -> VocoderSizes:
         raise ValueError(f"{shapes.path}: {given}; a multiple of 8 and {MELS} are needed")
     harmonics = shapes("mel2wav.m_source.l_linear.weight", 2)[1]
     return vocoder_sizes(channels, harmonics, shapes(f"mel2wav.f0_predictor.condnet.0.{direction}", 3)[0])
-
-
-def vocoder_sizes(channels: int, harmonics: int, f0_channels: int) -> VocoderSizes:
-    """Return the sizes of the vocoder; all others are the same in every checkpoint."""
-    return VocoderSizes(
-        channels=channels,
-        harmonics=harmonics,
-        alpha=0.1,
-        sigma=0.003,
-        voiced_hz=10.0,
-        rates=(8, 5, 3),
-        kernels=(16, 11, 7),
-        fft=16,
-        hop=4,
-        resblock_kernels=(3, 7, 11),
-        resblock_dilations=(1, 3, 5),
-        source_kernels=(7, 7, 11),
-        slope=0.1,
-        limit=0.99,
-        f0_channels=f0_channels,
-    )
 
 
 def _tokenizer(shapes: Shapes) -> S3Config:

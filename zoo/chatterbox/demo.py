@@ -24,11 +24,11 @@ from torch.nn import functional as F
 
 from zoo.chatterbox import vocabulary
 from zoo.chatterbox.clone import VOICES_FILE
-from zoo.chatterbox.config import HEAD_DIM, SPEAKER, T3_FILES, Config, T3Config, vocoder_sizes
+from zoo.chatterbox.config import HEAD_DIM, SPEAKER, T3_FILES, Config, T3Config
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.synthetic import Rule
 from zoo.nn.mel import slaney_filters
-from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes
+from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes, vocoder_sizes
 from zoo.nn.s3.tokenizer import FFT, S3Config
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 

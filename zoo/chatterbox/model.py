@@ -143,10 +143,9 @@ class Chatterbox(Family[ChatterboxState]):
             raise RequestError(
                 "watermark", "the watermark is computed on a CPU only: serve with --device cpu"
             )
-        script = self.writer(request, values)
+        ids = self.writer(request)
         voice = self._voice(request)
-        ids = torch.tensor(script.ids, device=self.device)
-        text, null_text = self.t3.text_rows(ids)
+        text, null_text = self.t3.text_rows(torch.tensor(ids, device=self.device))
         before, keys = self._voice_inputs(voice, values)
         begin = self.t3.begin_rows()
         inputs = torch.cat((before, text, begin))
@@ -158,11 +157,11 @@ class Chatterbox(Family[ChatterboxState]):
         guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
         return Prompt(
             inputs=inputs,
-            prefix_keys=(*keys, *script.ids, *ends),
+            prefix_keys=(*keys, *ids, *ends),
             null=null,
             max_frames=frame_cap(self.spec, request, len(inputs), min(guard, MAX_FRAMES)),
             slot=self._slot(request, values, voice),
-            usage={"input_tokens": len(script.ids), "prompt_positions": len(inputs)},
+            usage={"input_tokens": len(ids), "prompt_positions": len(inputs)},
         )
 
     def _voice(self, request: Request) -> Voice:

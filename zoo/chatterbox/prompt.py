@@ -10,10 +10,7 @@ Source: chatterbox-tts 0.1.7, tts.py, mtl_tts.py, tts_turbo.py (punc_norm) and m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, pre_tokenizers
 
@@ -158,15 +155,8 @@ class Gpt2Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@dataclass(frozen=True)
-class Script:
-    """A text as the model reads it."""
-
-    ids: tuple[int, ...]
-
-
 class PromptWriter:
-    """Turns a Request into a Script. Raises RequestError for a mistake in the request."""
+    """Turns a Request into the ids of its text. Raises RequestError for a mistake in the request."""
 
     def __init__(self, config: Config, directory: Path):
         self.config = config
@@ -178,7 +168,7 @@ class PromptWriter:
         else:
             self.tokenize = TextTokenizer(directory / TOKENIZER_FILES[config.kind], rows, config.title)
 
-    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
+    def __call__(self, request: Request) -> list[int]:
         text = normalized(request.text.strip(), self.config)
         if self.config.kind == "multilingual":
             language = (request.language or "auto").lower()
@@ -189,7 +179,7 @@ class PromptWriter:
         most = min(MAX_TEXT_TOKENS, self.config.t3.text_positions or MAX_TEXT_TOKENS)
         if len(ids) > most:
             raise RequestError("text", f"the text has {len(ids)} tokens; at most {most} are possible")
-        return Script(tuple(ids))
+        return ids
 
 
 def languages(config: Config) -> tuple[str, ...]:

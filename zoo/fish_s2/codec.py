@@ -18,29 +18,16 @@ from torch.nn import functional as F
 
 from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
-from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
+from zoo.fish_s2.layers import DILATIONS, KERNEL, Residual, Transformer, transformers
 from zoo.nn.conv import CodecState, StateLayout, to_rows
+from zoo.nn.convnext import Upsample
 from zoo.nn.residual import (
     Identity,
     SnakeConv1d,
-    SnakeConvTranspose1d,
     UpBlock,
     convolve_snake,
-    upsample_snake,
 )
 from zoo.nn.snake import Snake
-
-
-class Upsample(nn.Module):
-    """A transposed convolution and a ConvNeXt block: [B, C, N] -> [B, C, ratio N]."""
-
-    def __init__(self, channels: int, ratio: int):
-        super().__init__()
-        self.up = SnakeConvTranspose1d(channels, channels, ratio, ratio)
-        self.block = ConvNeXt(channels)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return self.block(upsample_snake(x, Identity(), self.up, state), state)
 
 
 class Block(UpBlock):

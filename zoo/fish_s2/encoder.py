@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.fish_s2.config import CodecConfig
-from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, WholeLayer
+from zoo.fish_s2.layers import DILATIONS, KERNEL, Residual, Transformer, WholeLayer
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
+from zoo.nn.convnext import ConvNeXt
 from zoo.nn.snake import Snake
 
 

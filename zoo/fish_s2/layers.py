@@ -9,11 +9,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.fish_s2.block import rope_table, rotate, turns
 from zoo.fish_s2.config import TransformerConfig
-from zoo.nn.conv import CausalConv1d, CodecState
+from zoo.nn.conv import CodecState
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import ResidualUnit
@@ -30,23 +29,6 @@ class Residual(ResidualUnit):
 
     def __init__(self, channels: int, dilation: int):
         super().__init__(channels, KERNEL, dilation, Snake)
-
-
-class ConvNeXt(nn.Module):
-    """A causal ConvNeXt block (Liu et al. 2022, arXiv 2201.03545): [B, C, N] -> [B, C, N]."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.conv = CausalConv1d(channels, channels, KERNEL, groups=channels)
-        self.norm = nn.LayerNorm(channels, eps=1e-6)
-        self.widen = nn.Linear(channels, 4 * channels)
-        self.narrow = nn.Linear(4 * channels, channels)
-        self.scale = nn.Parameter(torch.empty(channels))
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        y = self.norm(self.conv(x, state).mT)
-        y = self.narrow(F.gelu(self.widen(y)))
-        return x + (y * self.scale).mT
 
 
 class Layer(WindowLayer):

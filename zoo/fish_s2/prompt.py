@@ -19,7 +19,6 @@ first speaker tag is spoken too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,10 +27,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from zoo.checkpoint.json_files import read_json
 from zoo.fish_s2.clone import Cloner
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.vocabulary import END, PHONEMES, START, VOICE, semantic
+from zoo.nn import plain_tokenizer
 from zoo.nn.keys import prefix_key
 from zoo.request import Option, Reference, RequestError, sampling_options
 
@@ -95,13 +94,7 @@ class TextTokenizer:
     def read(cls, directory: Path, config: Config) -> TextTokenizer:
         """Read tokenizer.json. Raises ValueError."""
         path = directory / "tokenizer.json"
-        content = read_json(path)
-        special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-        plain = json.dumps(content | {"added_tokens": [], "post_processor": None})
-        try:
-            tokenizer = Tokenizer.from_str(plain)
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        tokenizer, special = plain_tokenizer.read(path)
         return cls(path, special, tokenizer, config, (START, VOICE))
 
     def _check(self, path: Path, config: Config, needed: tuple[str, ...]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from zoo.nn.convnext import convnext_names
+
 if TYPE_CHECKING:
     from zoo.fish_s2.config import CodecConfig, Config
 
@@ -79,11 +81,6 @@ def codec(config: CodecConfig) -> dict[str, str]:
             add(f"{theirs}.block.{2 * n}", f"{ours}.snake{n + 1}", ("alpha",))
             add(f"{theirs}.block.{2 * n + 1}.conv", f"{ours}.conv{n + 1}")
 
-    def convnext(theirs: str, ours: str) -> None:
-        for a, b in {"dwconv.conv": "conv", "norm": "norm", "pwconv1": "widen", "pwconv2": "narrow"}.items():
-            add(f"{theirs}.{a}", f"{ours}.{b}")
-        table[f"{theirs}.gamma"] = f"{ours}.scale"
-
     last, num_rates = len(config.strides), len(config.rates)
     add("encoder.block.0.conv", "encoder.stem")
     for i in range(last):
@@ -99,7 +96,7 @@ def codec(config: CodecConfig) -> dict[str, str]:
     for i in range(len(config.ratios)):
         for way, ours in (("down", f"encoder.downsample.{i}"), ("up", f"decoder.upsample.{i}")):
             add(f"quantizer.{way}sample.{i}.0.conv", f"{ours}.{way}")
-            convnext(f"quantizer.{way}sample.{i}.1", f"{ours}.block")
+            table |= convnext_names(f"quantizer.{way}sample.{i}.1", f"{ours}.block")
     table |= _transformer("quantizer.pre_module", "encoder.pre", config.pre.layers)
     table |= _transformer("quantizer.post_module", "decoder.post", config.post.layers)
     for k in range(len(config.codebook_sizes)):

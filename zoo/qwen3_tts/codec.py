@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.checkpoint.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
 from zoo.checkpoint.stack import StackConfig
-from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach, to_rows
+from zoo.nn.conv import CodecState, StateLayout, reach, to_rows
+from zoo.nn.convnext import Upsample
 from zoo.nn.linear import SwiGLU
 from zoo.nn.mimi_encoder import Encoder
 from zoo.nn.norm import RMSNorm
@@ -32,10 +32,8 @@ from zoo.nn.residual import (
     Identity,
     ResidualUnit,
     SnakeConv1d,
-    SnakeConvTranspose1d,
     UpBlock,
     convolve_snake,
-    upsample_snake,
 )
 from zoo.nn.rope import rope_table
 from zoo.nn.snake import SnakeBeta
@@ -112,25 +110,6 @@ class Transformer(nn.Module):
         frame = torch.arange(x.shape[1], device=x.device)
         rotary = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
         return self.output(run_window(self.layers, self.norm, self.input(x), rotary, start, state))
-
-
-class Upsample(nn.Module):
-    """A transposed convolution and a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio N]."""
-
-    def __init__(self, channels: int, ratio: int):
-        super().__init__()
-        self.up = SnakeConvTranspose1d(channels, channels, ratio, ratio)
-        self.conv = CausalConv1d(channels, channels, KERNEL, groups=channels)
-        self.norm = nn.LayerNorm(channels, eps=1e-6)
-        self.widen = nn.Linear(channels, 4 * channels)
-        self.narrow = nn.Linear(4 * channels, channels)
-        self.scale = nn.Parameter(torch.empty(channels))
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = upsample_snake(x, Identity(), self.up, state)
-        y = self.norm(self.conv(x, state).mT)
-        y = self.narrow(F.gelu(self.widen(y)))
-        return x + (y * self.scale).mT
 
 
 class Block(UpBlock):

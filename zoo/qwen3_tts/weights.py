@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.names import decoder_block, gate_up
+from zoo.nn.convnext import convnext_names
 from zoo.nn.mimi import layer_names
 from zoo.nn.mimi_encoder import encoder_names
 from zoo.qwen3_tts.speaker import shapes
@@ -72,11 +73,7 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     for i in range(len(decoder.ratios)):
         theirs, ours = f"decoder.upsample.{i}", f"decoder.upsample.{i}"
         both(f"{theirs}.0.conv", f"{ours}.up")
-        both(f"{theirs}.1.dwconv.conv", f"{ours}.conv")
-        both(f"{theirs}.1.norm", f"{ours}.norm")
-        both(f"{theirs}.1.pwconv1", f"{ours}.widen")
-        both(f"{theirs}.1.pwconv2", f"{ours}.narrow")
-        table[f"{theirs}.1.gamma"] = f"{ours}.scale"
+        table |= convnext_names(f"{theirs}.1", f"{ours}.block")
 
     def snake(theirs: str, ours: str) -> None:
         table.update({f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("alpha", "beta")})

@@ -30,6 +30,7 @@ from zoo.nn.s3.sizes import (
     TOKEN_FRAMES,
     EncoderSizes,
     VocoderSizes,
+    vocoder_sizes,
 )
 
 MODEL, TITLE = "step_audio_2", "Step-Audio 2"
@@ -159,30 +160,6 @@ class Config:
         listener = ListenerConfig.read(block.block("audio_encoder_config"), lm.stack.hidden)
         root = ConfigBlock(read_yaml(directory / FOLDER / YAML), file=f"{FOLDER}/{YAML}")
         return cls(lm, listener, FlowConfig.read(root.block("flow")), read_vocoder(directory / FOLDER))
-
-
-def vocoder_sizes(channels: int = 512, harmonics: int = 9, f0_channels: int = 512) -> VocoderSizes:
-    """Return HiFT's sizes. No file has those that are constants here; the defaults are the published ones.
-
-    Source: stepaudio2-minicpmo 0.1.1, flashcosyvoice/modules/hifigan.py, HiFTGenerator.
-    """
-    return VocoderSizes(
-        channels=channels,
-        harmonics=harmonics,
-        alpha=0.1,
-        sigma=0.003,
-        voiced_hz=10.0,
-        rates=(8, 5, 3),
-        kernels=(16, 11, 7),
-        fft=16,
-        hop=4,
-        resblock_kernels=(3, 7, 11),
-        resblock_dilations=(1, 3, 5),
-        source_kernels=(7, 7, 11),
-        slope=0.1,
-        limit=0.99,
-        f0_channels=f0_channels,
-    )
 
 
 def read_vocoder(folder: Path) -> VocoderSizes:

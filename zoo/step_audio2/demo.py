@@ -24,9 +24,10 @@ import torch
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.synthetic import Rule
 from zoo.nn.s3.demo_rules import VOCODER_RULES
+from zoo.nn.s3.sizes import vocoder_sizes
 from zoo.nn.s3.tokenizer import S3Config, S3Tokenizer
 from zoo.step_audio2 import voices
-from zoo.step_audio2.config import FOLDER, TOKENIZER_FILE, YAML, Config, vocoder_sizes
+from zoo.step_audio2.config import FOLDER, TOKENIZER_FILE, YAML, Config
 from zoo.step_audio2.prompt import BEHIND_THOUGHT, THOUGHT, TRANSCRIBE
 from zoo.step_audio2.vocabulary import (
     AUDIO_END,

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zoo.checkpoint.json_files import read_json
 from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.nn.s3.sizes import NUM_CODES
 from zoo.step_audio2.config import TITLE
-from zoo.text.bpe import byte_symbols
+from zoo.text.bpe import in_bytes
 
 TOKENS = "tokenizer.json"
 BEGIN, END = "<|BOT|>", "<|EOT|>"
@@ -40,7 +39,9 @@ class Vocabulary:
         path = directory / TOKENS
         needed = (*NEEDED, audio(0), audio(NUM_CODES - 1), audio(NUM_CODES))
         self._plain = PlainTokenizer(path, needed, rows, TITLE)
-        self._words = _words(path)
+        self._words = {id: in_bytes(token) for token, id in self._plain.words.items()}
+        if None in self._words.values():
+            raise ValueError(f"{path} is not a byte-level vocabulary")
         ids = self._plain.special
         self.first_code = ids[audio(0)]
         if any(ids.get(audio(code)) != self.first_code + code for code in range(NUM_AUDIO)):
@@ -81,17 +82,4 @@ class Vocabulary:
         """Return the UTF-8 bytes of a token; those of a special token are its name, and a code has none."""
         if token in self._names:
             return self._names[token].encode()
-        return self._words.get(token, b"")
-
-
-def _words(path: Path) -> dict[int, bytes]:
-    """Return the bytes of each ordinary token. Raises ValueError."""
-    model = read_json(path).get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict):
-        raise ValueError(f"{path} has no vocabulary by token")
-    byte_of = {symbol: byte for byte, symbol in byte_symbols().items()}
-    try:
-        return {id: bytes(byte_of[symbol] for symbol in token) for token, id in vocab.items()}
-    except KeyError as error:
-        raise ValueError(f"{path} is not a byte-level vocabulary: it has the symbol {error}") from None
+        return self._words.get(token) or b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,18 @@ def in_symbols(text: str) -> str:
     """Return a text's bytes as the symbols that represent them."""
     symbols = byte_symbols()
     return "".join(symbols[byte] for byte in text.encode())
+
+
+def in_bytes(token: str) -> bytes | None:
+    """Return the bytes that a token's symbols represent, or None if it has another character."""
+    bytes_of = _bytes_of_symbols()
+    is_known = all(symbol in bytes_of for symbol in token)
+    return bytes(bytes_of[symbol] for symbol in token) if is_known else None
+
+
+@cache
+def _bytes_of_symbols() -> dict[str, int]:
+    return {symbol: byte for byte, symbol in byte_symbols().items()}
 
 
 def chain(piece: str) -> list[Pair]:

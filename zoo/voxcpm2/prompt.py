@@ -15,17 +15,16 @@ OpenBMB/VoxCPM, model/voxcpm2.py, _generate_with_prompt_cache; core.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from zoo.checkpoint.json_files import read_json
 from zoo.contract import Said
+from zoo.nn import plain_tokenizer
 from zoo.request import BLANK, Option, Reference, Request, RequestError
 from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config
@@ -65,18 +64,11 @@ class TextTokenizer:
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
-        description = read_json(path) | {
-            "added_tokens": [],
-            "post_processor": None,
-            "truncation": None,
-            "padding": None,
-        }
-        try:
-            self._tokenizer = Tokenizer.from_str(json.dumps(description))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
-        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        if (unknown := description.get("model", {}).get("unk_token")) not in self._vocabulary:
+        self._tokenizer, _ = plain_tokenizer.read(path)
+        self._vocabulary = self._tokenizer.get_vocab()
+        model = self._tokenizer.model
+        unknown = model.unk_token if isinstance(model, BPE) else None
+        if unknown not in self._vocabulary:
             raise ValueError(f"{path} has unk_token {unknown!r}, which is not in its vocabulary")
         self._unknown = self._vocabulary[unknown]
         self.max_id = max(self._vocabulary.values())

@@ -32,15 +32,11 @@ class Phonemes(nn.Module):
 
 
 class Known(nn.Module):
-    """A condition that the second lane does not know. null: the vector that it reads instead [D]."""
+    """A condition that the second lane does not know: values -> [D]. null [D]: what that lane reads instead."""
 
     def __init__(self, width: int):
         super().__init__()
         self.null = nn.Parameter(torch.empty(width))
-
-    def forward(self, values: Sequence[float] | Tensor) -> Tensor:
-        """Return the condition's vector [D]."""
-        raise NotImplementedError
 
 
 class Speaker(Known):

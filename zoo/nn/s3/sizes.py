@@ -61,4 +61,29 @@ class VocoderSizes:
     rate_hz: int = RATE_HZ
 
 
+def vocoder_sizes(channels: int = 512, harmonics: int = 9, f0_channels: int = 512) -> VocoderSizes:
+    """Return the sizes of a HiFT that no file describes; the other ones are the same in every checkpoint.
+
+    Source: stepaudio2-minicpmo 0.1.1, flashcosyvoice/modules/hifigan.py, HiFTGenerator; chatterbox-tts 0.1.7,
+    models/s3gen/hifigan.py.
+    """
+    return VocoderSizes(
+        channels=channels,
+        harmonics=harmonics,
+        alpha=0.1,
+        sigma=0.003,
+        voiced_hz=10.0,
+        rates=(8, 5, 3),
+        kernels=(16, 11, 7),
+        fft=16,
+        hop=4,
+        resblock_kernels=(3, 7, 11),
+        resblock_dilations=(1, 3, 5),
+        source_kernels=(7, 7, 11),
+        slope=0.1,
+        limit=0.99,
+        f0_channels=f0_channels,
+    )
+
+
 assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES
