@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -254,7 +254,21 @@ class Request:
         for name in SAMPLING:
             if name in self.options:
                 raise RequestError(name, f"{name} is a field of the request: leave it out of the options")
+        for name, text in self._texts():
+            if text is not None and (half := _HALF.search(text)) is not None:
+                raise RequestError(
+                    name, f"{name} has {half[0]!r}, which is half of a character: give whole ones"
+                )
 
+    def _texts(self) -> Iterator[tuple[str, str | None]]:
+        """Yield all texts that a model may read, each with its field."""
+        yield from (("text", self.text), ("instructions", self.instructions))
+        yield from (("references", reference.transcript) for reference in self.references)
+        yield from (("turns", turn.text) for turn in self.turns)
+        yield from (("stop", text) for text in self.stop)
+
+
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no UTF-8 has
 
 INT64 = 2**63 - 1
 MAX_GAP_S = 10.0  # of silence between two sentences

@@ -145,6 +145,25 @@ def test_a_sampling_field_cannot_be_an_option(name):
     assert error.value.param == name
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("text", {"text": "a \ud83d b"}),
+        ("instructions", {"text": "a", "instructions": "\udfff"}),
+        (
+            "references",
+            {"text": "a", "references": (Reference(AudioClip(np.zeros(8, np.float32), 8000), "\ud800"),)},
+        ),
+        ("turns", {"text": "a", "turns": (Turn("user", "\ud800"),)}),
+        ("stop", {"text": "a", "stop": ("\ud800",)}),
+    ],
+)
+def test_half_of_a_character_is_refused(name, fields):
+    with pytest.raises(RequestError, match="half of a character") as error:
+        Request(**fields)
+    assert error.value.param == name
+
+
 # requests, for one model
 
 
