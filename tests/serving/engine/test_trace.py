@@ -334,7 +334,11 @@ def told(lines: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+# A baseline changes rarely.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name.endswith("fifo") else name for name in SCENARIOS],
+)
 def test_decisions_are_those_that_were_recorded(name):
     assert told(SCENARIOS[name]()) == json.loads(RECORDED.read_text())[name]
 
