@@ -26,7 +26,7 @@ def instruction_sets() -> list[str]:
 
 @cache
 def facts() -> dict[str, str]:
-    """Return what the system says of the first processor, by name."""
+    """Return the facts that the system lists of the first processor, by name."""
     lines = FACTS.read_text().partition("\n\n")[0].splitlines() if FACTS.exists() else []
     pairs = (line.partition(":") for line in lines)
     return {name.strip(): value.strip() for name, _, value in pairs}

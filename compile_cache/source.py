@@ -1,4 +1,4 @@
-"""What a file of Python code means, for keys that a comment must not change."""
+"""The meaning of a file of Python code, for keys that a comment must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections of a stream server, each with a task of its own."""
+"""The connections of a stream server. Each has its task."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Aligner:
                     words.set_result(each)
 
     def _next_batch(self) -> list[tuple[Piece, asyncio.Future[list[WordTime]]]]:
-        """Return the next pieces that somebody still waits for."""
+        """Return the next pieces for which a request still waits."""
         batch: list[tuple[Piece, asyncio.Future[list[WordTime]]]] = []
         batch_s = 0.0
         while self._waiting and len(batch) < MAX_PIECES:

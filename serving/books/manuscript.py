@@ -33,7 +33,7 @@ class Manuscript(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a process says at its end. errno: of a disk that is full, for example."""
+    """The last message of a process. errno: of a disk that is full, for example."""
 
     audio_s: float | None = None
     error: str | None = None

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def limit() -> None:
-    """Limit this process's memory and processor time: anybody may have written the document."""
+    """Limit this process's memory and processor time: the document may be hostile."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_READ_CPU_S, MAX_READ_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_READ_BYTES, MAX_READ_BYTES))

@@ -4,7 +4,7 @@
     Markdown  ─ cut at the highest heading that occurs more than once                ├─> Book
     text      ─ cut at lines such as "Chapter 2" between blank lines                 ┘
 
-Text before the first chapter is a chapter of its own.
+Text before the first chapter becomes a chapter.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Model:
     ] = "cpu"
 
     def aligner_settings(self) -> settings.AlignerSettings:
-        """Raises ValueError for a directory that is no aligner."""
+        """Raises ValueError if a directory holds no aligner."""
         if self.aligner is None:
             return settings.AlignerSettings(device=self.aligner_device)
         directory = check(self.aligner).directory.resolve()

@@ -1,4 +1,4 @@
-"""What Ray Serve runs: an actor with an engine process. Its methods are Serve's hooks."""
+"""The actor that Ray Serve runs, with an engine process. Its methods are Serve's hooks."""
 
 from __future__ import annotations
 

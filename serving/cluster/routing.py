@@ -33,7 +33,7 @@ HASHED_BYTES = 64 << 10  # of a recording, so that a minute of audio takes no ti
 
 @dataclass(frozen=True)
 class Ask:
-    """What routing knows of a request. avoided: replicas that have refused it or were lost with it. home: the
+    """A request as routing sees it. avoided: replicas that have refused it or were lost with it. home: the
     replica that remembers its conversation."""
 
     model: str
@@ -123,7 +123,7 @@ def ranked(ask: Ask, loads: Iterable[tuple[str, Load]]) -> list[str]:
 
 
 def ask_of(message: Speak, avoided: Collection[str]) -> Ask:
-    """Return what routing needs to know of a request."""
+    """Return a request as routing sees it."""
     voice, saved_s = message.request.voice or "", KNOWN_VOICE_SAVES_S
     if message.references:
         voice, saved_s = " ".join(map(name_of, message.references)), KNOWN_RECORDING_SAVES_S

@@ -1,4 +1,4 @@
-"""What the gateway knows, for the router that Ray Serve makes in its process. Serve copies the router's
+"""The facts of the gateway, for the router that Ray Serve makes in its process. Serve copies the router's
 module, so the table is in one of its own, of which a process has only one."""
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def available_bytes() -> int:
 
 
 def private_stdout() -> BinaryIO:
-    """Return the stdout for messages. What libraries print goes to stderr."""
+    """Return the stdout for messages. Output of libraries goes to stderr."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return out

@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20  # of all answers: 2,000 of four minutes each
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said. tokens: in order; ends: how many tokens there are up to the end of each frame."""
+    """The answer of a model. tokens: in order; ends: how many tokens there are up to the end of each frame."""
 
     tokens: array[int]
     ends: array[int]

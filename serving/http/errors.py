@@ -226,5 +226,5 @@ def wrong(field: str) -> int:
 
 
 def uncapitalized(message: str) -> str:
-    """Return a message of a library so that it can stand within ours. What the client sent keeps its case."""
+    """Return a message of a library so that it can stand within ours. Text of the client keeps its case."""
     return message[:1].lower() + message[1:]

@@ -234,7 +234,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's own statistics, at most a second old. There are none while the engine is away."""
+    """The engine's own statistics, at most a second old. They are absent while the engine is away."""
 
     def __init__(self, engine: EngineClient):
         self.engine = engine

@@ -25,7 +25,7 @@ OPENAI_PCM_HZ = 24000  # pcm does not carry its rate, and OpenAI's clients assum
 
 
 class Names(Aliases, frozen=True):
-    """What the names in a request mean: the aliases, and OpenAI's names."""
+    """The meaning of the names in a request: aliases, and OpenAI's names."""
 
     def model(self, asked: str, served: Mapping[str, Model]) -> tuple[str, str | None]:
         """Return the ID of a model (or the requested name if it is unknown), and a warning if the only

@@ -202,7 +202,7 @@ class Server:
         return hmac.digest(key.digest, given.encode(), "sha256").hex()
 
     def lexicon(self, request: SpeechRequest, model: Model, voice: VoiceChoice) -> Lexicon | None:
-        """Return the pronunciations of a request; None if there are none."""
+        """Return the pronunciations of a request, or None."""
         own, shared = request.pronunciations or (), self.dictionary.entries
         if not own and not shared:
             return None

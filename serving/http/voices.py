@@ -123,7 +123,7 @@ class Voices:
             return False
 
     def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
-        """Return a voice and its sample, or None if there is none of that name. Raises ValueError for an
+        """Return the voice of that name and its sample, or None. Raises ValueError for an
         invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._read)
 
@@ -191,7 +191,7 @@ class Voices:
         return voice
 
     def rename(self, name: str, new_name: str) -> StoredVoice | None:
-        """Rename a voice and return it, or None if there is none of the old name. For a moment both names
+        """Rename a voice and return it, or None if no voice has the old name. For a moment both names
         exist. Raises ValueError for an invalid name, Taken, Damaged, OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
         found = self._open(name, lambda place: (*self._read(place), encoded_at(place)))

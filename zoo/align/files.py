@@ -25,7 +25,7 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Aligned:
-    """What the files of an aligner say. is_normalized: whether its input has mean 0 and variance 1."""
+    """The facts in the files of an aligner. is_normalized: whether its input has mean 0 and variance 1."""
 
     directory: Path
     architecture: str

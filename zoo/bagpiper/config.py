@@ -347,7 +347,7 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def headers(directory: Path) -> dict[str, Any]:
-    """Return the headers of the weights, or nothing if there are none. Raises ValueError."""
+    """Return the headers of the weights, if there are weights. Raises ValueError."""
     path = find_weights(directory)
     return {} if path is None else dict(contents(path))
 

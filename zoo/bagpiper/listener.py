@@ -1,4 +1,4 @@
-"""What the model hears: a clip to vectors of the LM's width, 13 per second, in fp32. A clip is encoded once, and
+"""The ear of the model: a clip to vectors of the LM's width, 13 per second, in fp32. A clip is encoded once, and
 kept.
 
     clip ─ first channel, 16 kHz, mean 0, deviation 1 ─ log mel, 100 Hz ─ chunks of 1 s ─ three strided convs ─ layers ─ linear ─ linear

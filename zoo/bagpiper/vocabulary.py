@@ -18,7 +18,7 @@ _HIDDEN = re.compile(r"<\|.*\|>")
 
 
 class TextTokenizer:
-    """Text -> ids. Whatever a text spells, none of them is special. Raises ValueError.
+    """Text -> ids. No text becomes a special token. Raises ValueError.
 
     A converted checkpoint's tokenizer.json counts from FIRST_WORD on, and has the special tokens and the codes
     among its words.

@@ -265,7 +265,7 @@ def is_spoken(request: Request, spec: Spec) -> bool:
 
 
 class Piece(NamedTuple):
-    """What one pass speaks, and the samples of silence around it."""
+    """The words of one pass, and the samples of silence around it."""
 
     text: str
     before: int = 0

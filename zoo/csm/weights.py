@@ -47,7 +47,7 @@ class Codec(nn.Module):
 
 
 def find(directory: Path) -> Path:
-    """Return the file with the weights, or their index. Raises ValueError if there is none."""
+    """Return the file with the weights, or their index. Raises ValueError without one."""
     named = read_config(directory).get(INDEX_KEY)
     if named is not None and (not isinstance(named, str) or Path(named).name != named):
         raise ValueError(f"config.json: the root has {INDEX_KEY}={named!r}; a file's name is possible")

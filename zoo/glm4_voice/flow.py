@@ -30,7 +30,7 @@ NUM_CONVS = 4  # of the regulator
 
 
 class Blocks(Whole):
-    """What a code of a whole stretch sees: the codes before it, and those of its block."""
+    """A code of a whole stretch sees the codes before it, and those of its block."""
 
     def __init__(self, count: Tensor, num: int, block: int):
         super().__init__(count, num)

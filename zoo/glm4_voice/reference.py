@@ -1,7 +1,7 @@
 """Run the reference implementation of GLM-4-Voice, for `zoo bench --against reference` and `zoo parity`.
 
 serving/tools/reference.py starts this file as a script, in a separate environment that tests/parity/environments.sh
-builds. The reference is no package. Its language model is transformers' GlmForCausalLM, and its speech tokenizer has
+builds. No package has the reference. Its language model is transformers' GlmForCausalLM, and its speech tokenizer has
 transformers' Whisper layers. Flow and vocoder have the classes of cosyvoice-minicpmo. Their forward passes are changed
 as the original changed them: one mask, one norm's eps, and nearest interpolation.
 

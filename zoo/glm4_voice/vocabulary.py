@@ -49,7 +49,7 @@ class Vocabulary:
         self.num_codes = codes
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text. Whatever it spells, none of them is special."""
+        """Return the ids of a text. No text becomes a special token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def has(self, token: int) -> bool:

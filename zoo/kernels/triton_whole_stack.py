@@ -125,7 +125,7 @@ def _multiply(
 
 @triton.jit
 def _loaded(at: tl.tensor, is_there: tl.tensor, IS_EVEN: tl.constexpr):
-    """Load values, or 0 where there are none. IS_EVEN: all are there."""
+    """Load values, or 0 outside of the mask. IS_EVEN: all are there."""
     if IS_EVEN:
         return tl.load(at)
     return tl.load(at, mask=is_there, other=0.0)

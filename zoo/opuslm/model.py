@@ -220,7 +220,7 @@ class OpusLM(Family[OpusLMState]):
         return torch.where(word < known.num_words, known.first_word + word, other)
 
     def _ids(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids and the codes [B, 9] of what was drawn. What is no code counts as code 0."""
+        """Return the ids and the codes [B, 9] of what was drawn. Any other token counts as code 0."""
         known = self.config.vocabulary
         cluster, code = drawn[:, :1], drawn[:, 1:]
         stop, book = cluster - known.num_clusters, torch.arange(BOOKS, device=drawn.device)

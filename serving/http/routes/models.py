@@ -16,7 +16,7 @@ async def list_models(server: Server) -> ModelList:
 
 @get("/v1/audio/models", responses=REFUSALS)
 async def list_choices(server: Server) -> Choices:
-    """List the served models for clients that only want speech models. Aliases are entries of their own."""
+    """List the served models for clients that only want speech models. Each alias is an entry, too."""
     models = server.models
     names = [name for model in models for name in (model.id, *model.aliases)]
     return Choices([Entry(name, name) for name in names], models)
