@@ -59,7 +59,8 @@ def _character_s(character: str) -> float:
 
 def expected_s(text: str) -> float:
     """Return roughly how long a text takes to speak, in seconds; 0 without letters, digits and symbols."""
-    return sum(map(_character_s, text))
+    # sum() rounds in the middle, and not in the same way in all versions of Python
+    return math.fsum(map(_character_s, text))
 
 
 def odd_length(audio_s: float, expected_s: float) -> Literal["short", "long"] | None:
@@ -122,7 +123,8 @@ def _split(text: str, limit_s: float, levels: tuple[Callable[[str], list[str]], 
 def _pack(parts: list[str], limit_s: float) -> list[str]:
     """Join neighbours up to `limit_s` into as few pieces as possible, about equally long."""
     lengths = [expected_s(part) for part in parts]
-    even_s = sum(lengths) / math.ceil(sum(lengths) / limit_s)
+    all_s = math.fsum(lengths)
+    even_s = all_s / math.ceil(all_s / limit_s)
     packed, packed_s = [""], [0.0]
     for part, length in zip(parts, lengths, strict=True):
         # silent parts, such as white space, never form a piece
