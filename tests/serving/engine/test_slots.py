@@ -142,6 +142,7 @@ def bytecodes_of_a_turn(num_slots: int) -> int:
         return scheduler.slots.tape.num_delivered.tolist()
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 counts none if no frame asks for it before
     sys.settrace(trace)
     try:
         delivered = turn(ready=4, now=0.0)
