@@ -10,7 +10,7 @@ from types import CodeType
 
 def meaning(source: bytes) -> bytes:
     """Return a hash of what Python code does: of its bytecode, without comments, docstrings, assertions and
-    line numbers. Another release of Python may give another hash."""
+    line numbers. Another release of Python may give another hash, and Python 3.13 notes where a class begins."""
     code = compile(source, "", "exec", dont_inherit=True, optimize=2)
     return blake2b(repr(_facts(code)).encode(), digest_size=16).digest()
 

@@ -149,9 +149,9 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_comments_do_not_change_the_meaning_of_a_file_and_numbers_do():
-    plain = meaning(b"def f(x):\n    return x + 1\n\nclass A:\n    y = 2\n")
-    commented = b"# why\n\ndef f(x):  # what\n\n    return x + 1\n\n\nclass A:\n    y = (2)\n"
-    assert meaning(commented) == plain != meaning(b"def f(x):\n    return x + 2\n\nclass A:\n    y = 2\n")
+    plain = meaning(b"class A:\n    y = 2\n\ndef f(x):\n    return x + 1\n")
+    commented = b"class A:\n    y = (2)  # why\n\n# what\n\ndef f(x):  # how\n\n    return x + 1\n"
+    assert meaning(commented) == plain != meaning(b"class A:\n    y = 2\n\ndef f(x):\n    return x + 2\n")
     assert meaning(b'def f():\n    "one"\n    return 1\n') == meaning(b'def f():\n    "two"\n    return 1\n')
     names = [b"f", b"x=1", b"*x", b"x, /", b"x, *, y"]
     assert len({meaning(b"def f(%s):\n    pass\n" % name) for name in names}) == len(names)
