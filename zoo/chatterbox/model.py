@@ -306,7 +306,8 @@ class Chatterbox(Family[ChatterboxState]):
         Source: resemble-ai/chatterbox at 5de7a54, mtl_tts.py."""
         if self.config.kind != "multilingual":
             return valid
-        return torch.where(view.is_last & (view.count > 1), valid - FRAME_SAMPLES, valid)
+        has_several = view.start + view.count > 1
+        return torch.where(view.is_last & has_several, valid - FRAME_SAMPLES, valid)
 
     def _mel(self, state: ChatterboxState, slots: Tensor, spoken: Tensor, num: Tensor, most: int) -> Tensor:
         """Return the mel [B, F, MELS] of the voice's codes and of `num` [B] codes behind them, at most `most`.

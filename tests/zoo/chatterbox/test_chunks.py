@@ -76,7 +76,7 @@ def test_multilingual_drops_the_noise_of_the_last_code_with_and_without_chunks()
     place = directory("chatterbox", "tiny-multilingual")
     for chunked in (True, False):
         family = zoo.load(place, device="cpu", chunked=chunked)
-        for codes, played in ((1, 1), (SPEECH, SPEECH - 1)):
+        for codes, played in ((1, 1), (CHUNK + 1, CHUNK), (SPEECH, SPEECH - 1)):
             state = family.state(1, SPEECH)
             family.admit(state, 0, family.prompt(Request(text="Good morning.", max_frames=SPEECH)))
             state.ready[0], state.done[0] = codes, True
