@@ -10,7 +10,15 @@ from pathlib import Path
 
 POSSIBLE = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
 IMAGES = ["*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4"]
-IGNORED = [".gitattributes", "*.md", *IMAGES]  # files that no family reads
+LEFTOVERS = ["optimizer*", "scheduler.pt", "rng_state*", "training_args.bin"]  # of a training run
+# Copies of weights for other runtimes or earlier releases: of Chatterbox, and of CosyVoice 2.
+COPIES = [
+    "t3_*.pt",
+    "CosyVoice-BlankEN/model.safetensors",
+    "flow.decoder.estimator.fp32.onnx",
+    "speech_tokenizer_v2.batch.onnx",
+]
+IGNORED = [".gitattributes", "*.md", *IMAGES, *LEFTOVERS, *COPIES]  # files that no family reads
 # Some repositories hold the weights again under the original names. With this index they are not needed.
 TRANSFORMERS_INDEX = "transformers.safetensors.index.json"
 ORIGINAL = ["model.safetensors", "ckpt.pt"]

@@ -32,6 +32,7 @@ PACKAGES = ("chatterbox-tts", "transformers", "s3tokenizer", "torchaudio", "libr
 VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
 STORY = "hello — the “fine” fox; no… really: 3 of [laughter] Them - ok"
 LONG = "the water and the house " * 70
+PENALTY = {"repetition_penalty": 2.0}
 # name -> size, and a request: `clip` names one of the clips
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("parity", {"text": STORY, "max_frames": 24}),
@@ -39,8 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "unguided": ("parity", {"text": STORY, "max_frames": 12, "cfg_weight": 0.0, "exaggeration": 1.5}),
     "clone": ("parity", {"text": "Good morning.", "max_frames": 16, "clip": "short"}),
     "long": ("parity", {"text": LONG, "max_frames": 60}),
-    "french": ("parity-multilingual", {"text": "Où est la Forêt ?", "max_frames": 20, "language": "fr"}),
-    "korean": ("parity-multilingual", {"text": " 안녕 good: 你好。", "max_frames": 8, "language": "ko"}),
+    "french": (
+        "parity-multilingual",
+        {"text": "Où est la Forêt ?", "max_frames": 20, "language": "fr"} | PENALTY,
+    ),
+    "korean": (
+        "parity-multilingual",
+        {"text": " 안녕 good: 你好。", "max_frames": 8, "language": "ko"} | PENALTY,
+    ),
     "turbo": ("parity-turbo", {"text": STORY.replace("[laughter]", "[laugh]"), "max_frames": 24}),
     "turbo_clone": ("parity-turbo", {"text": "Good morning.", "max_frames": 16, "clip": "long"}),
 }

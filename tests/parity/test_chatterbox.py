@@ -48,10 +48,10 @@ def clip(name: str) -> AudioClip:
 
 def request_of(case: dict) -> Request:
     """Return the greedy request of a fixture."""
-    known = ("text", "max_frames", "language", "clip")
+    known = ("text", "max_frames", "language", "clip", "repetition_penalty")
     references = (Reference(clip(case["clip"])),) if "clip" in case else ()
     options = {name: value for name, value in case.items() if name not in known}
-    fields = {"text": case["text"], "language": case.get("language"), "max_frames": case["max_frames"]}
+    fields = {name: case.get(name) for name in ("text", "language", "max_frames", "repetition_penalty")}
     return Request(temperature=0.0, references=references, options=options, split_text=False, **fields)
 
 
@@ -95,6 +95,11 @@ def test_greedy_requests_equal_the_reference(name, monkeypatch):
     logits = logits.view(-1, logits.shape[-1])[: len(ours_drawn)]
     torch.testing.assert_close(ours_drawn, logits, rtol=0, atol=2e-4)
     torch.testing.assert_close(speech.samples[::7], expected["samples"], **SAMPLES)
+
+
+def test_multilingual_has_the_penalty_of_the_release_without_an_analyser():
+    options = {option.name: option.default for option in loaded("parity-multilingual").spec.options}
+    assert options["repetition_penalty"] == 1.2
 
 
 @pytest.mark.parametrize(

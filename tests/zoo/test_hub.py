@@ -12,6 +12,7 @@ import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from models import directory
 
 import zoo
@@ -57,6 +58,22 @@ def test_weights_that_a_repository_holds_twice_are_fetched_once(monkeypatch, tmp
     assert local_directory("sesame/csm-1b") == tmp_path
     last = {"ignore_patterns": [*IGNORED, "model.safetensors", "ckpt.pt"]}
     assert asked == [{"allow_patterns": [TRANSFORMERS_INDEX]}, last]
+
+
+def test_large_files_that_no_family_reads_are_not_fetched():
+    """Their names are those of FunAudioLLM/CosyVoice2-0.5B, ResembleAI/chatterbox, and what a trainer saves."""
+    read = ("llm.pt", "campplus.onnx", "CosyVoice-BlankEN/vocab.json", "t3_cfg.safetensors", "conds.pt")
+    unread = (
+        "CosyVoice-BlankEN/model.safetensors",
+        "speech_tokenizer_v2.batch.onnx",
+        "flow.decoder.estimator.fp32.onnx",
+        "t3_cfg.pt",
+        "optimizer.pt",
+        "optimizer_0/__0_0.distcp",
+        "rng_state_0.pth",
+    )
+    fetched = filter_repo_objects([*read, *unread], ignore_patterns=IGNORED)
+    assert tuple(fetched) == read
 
 
 def refused(model: str, message: str) -> None:

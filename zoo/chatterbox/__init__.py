@@ -22,8 +22,9 @@ NAME = "chatterbox"
 
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`: the file of the language model decides."""
-    names = ("t3_turbo_v1", "t3_nano_v1", "t3_cfg", "t3_mtl23ls_v2", "t3_mtl23ls_v3")
-    return any((path / f"{name}.safetensors").exists() for name in names)
+    from zoo.chatterbox.config import PACKS
+
+    return any(path.glob(PACKS))
 
 
 def load(
@@ -67,7 +68,9 @@ def load(
     loading.load_file(encoders.tokenizer, weights.tokenizer(config.tokenizer), file, device, fp32)
     file = weights.folded(weights.part(s3gen, "speaker_encoder."))
     loading.load_file(encoders.timbre, weights.names.campplus(), file, device, fp32)
-    file = weights.without(open_first(directory, *weights.VOICE_ENCODER_FILES), weights.UNREAD_OF_VOICE)
+    hint = "; take that of ResembleAI/chatterbox"
+    file = open_first(directory, *weights.VOICE_ENCODER_FILES, hint=hint)
+    file = weights.without(file, weights.UNREAD_OF_VOICE)
     loading.load_file(encoders.voice, weights.voice_encoder(), file, device, fp32)
 
     for module in (t3, flow, vocoder, encoders.voice):

@@ -33,6 +33,8 @@ TITLES = {
     "t3_mtl23ls_v2.safetensors": "Chatterbox Multilingual",
     "t3_mtl23ls_v3.safetensors": "Chatterbox Multilingual",
 }
+# Any other one is Multilingual tuned for one language, such as t3_pt_br.safetensors.
+PACKS = "t3_*.safetensors"
 BEGIN, END = NUM_CODES, NUM_CODES + 1  # of speech, in the table of codes
 HEAD_DIM = 64
 EPS = 1e-5
@@ -95,8 +97,8 @@ class Config:
         t3 = Shapes.of(open_file(directory / name))
         s3gen = Shapes.of(open_s3gen(directory))
         config = cls(
-            kind=T3_FILES[name],
-            title=TITLES[name],
+            kind=T3_FILES.get(name, "multilingual"),
+            title=TITLES.get(name, "Chatterbox Multilingual"),
             t3=_t3(t3),
             flow=_flow(s3gen),
             vocoder=_vocoder(s3gen),
@@ -113,21 +115,24 @@ def t3_file(directory: Path) -> str:
     for name in T3_FILES:
         if (directory / name).exists():
             return name
+    if packs := sorted(path.name for path in directory.glob(PACKS)):
+        return packs[0]
     raise ValueError(f"{directory} has no language model; possible files: {', '.join(T3_FILES)}")
 
 
-def open_first(directory: Path, *names: str) -> TensorFile:
+def open_first(directory: Path, *names: str, hint: str = "") -> TensorFile:
     """Open the first of these files that exists. Raises ValueError."""
     for name in names:
         if (directory / name).exists():
             return open_file(directory / name)
-    raise ValueError(f"{directory / names[0]} does not exist")
+    raise ValueError(f"{directory / names[0]} does not exist{hint}")
 
 
 def open_s3gen(directory: Path) -> TensorFile:
-    if T3_FILES[t3_file(directory)] == "turbo":
+    if T3_FILES.get(t3_file(directory)) == "turbo":
         return open_first(directory, "s3gen_meanflow.safetensors")
-    return open_first(directory, "s3gen.safetensors", "s3gen.pt")
+    packs = ("s3gen_v3.safetensors", "s3gen_v3.pt")
+    return open_first(directory, "s3gen.safetensors", "s3gen.pt", *packs)
 
 
 @dataclass(frozen=True)

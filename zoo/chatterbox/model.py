@@ -278,7 +278,8 @@ class Chatterbox(Family[ChatterboxState]):
         mel = self._mel(state, view.slots, view.count, count, most)
         mel = self._part(state, view.slots, mel, torch.zeros_like(count), most)
         samples = self._samples(state, view.slots, mel, TOKEN_FRAMES * count)
-        return F.pad(samples, (0, self._most_samples(view.frames) - samples.shape[1])), FRAME_SAMPLES * count
+        samples = F.pad(samples, (0, self._most_samples(view.frames) - samples.shape[1]))
+        return samples, self._without_noise(view, FRAME_SAMPLES * count)
 
     def _chunk(self, state: ChatterboxState, view: View, length: int) -> tuple[Tensor, Tensor]:
         """Return samples [B, N] of chunks that end at code `length` at most, and the number of valid ones
@@ -295,7 +296,18 @@ class Chatterbox(Family[ChatterboxState]):
         samples, valid = heard(self.vocoder, state, slots, mel, start, stop, view.is_last, noise)
         gain = self._fade(samples)  # [2 FADE]
         at = before[:, None] + torch.arange(samples.shape[1], device=slots.device)
-        return samples * torch.where(at < len(gain), gain[at.clamp(max=len(gain) - 1)], 1), valid
+        samples = samples * torch.where(at < len(gain), gain[at.clamp(max=len(gain) - 1)], 1)
+        return samples, self._without_noise(view, valid)
+
+    def _without_noise(self, view: View, valid: Tensor) -> Tensor:
+        """Return the number of samples [B] to give out of `valid` [B]. Those of the last code of Multilingual are
+        noise, because the model draws it with weak attention. A speech of one code stays.
+
+        Source: resemble-ai/chatterbox at 5de7a54, mtl_tts.py."""
+        if self.config.kind != "multilingual":
+            return valid
+        has_several = view.start + view.count > 1
+        return torch.where(view.is_last & has_several, valid - FRAME_SAMPLES, valid)
 
     def _mel(self, state: ChatterboxState, slots: Tensor, spoken: Tensor, num: Tensor, most: int) -> Tensor:
         """Return the mel [B, F, MELS] of the voice's codes and of `num` [B] codes behind them, at most `most`.

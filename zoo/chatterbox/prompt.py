@@ -74,9 +74,7 @@ def options(config: Config) -> tuple[Option, ...]:
     marks = (mark,) if watermark.is_installed() else ()
     if config.is_turbo:
         return (*sampling_options(0.8, 1000, 0.95, 1.2), *marks)
-    temperature, _, top_p, penalty = sampling_options(
-        0.8, 0, 1.0, 2.0 if config.kind == "multilingual" else 1.2
-    )
+    temperature, _, top_p, penalty = sampling_options(0.8, 0, 1.0, 1.2)
     return (
         temperature,
         top_p,

@@ -5,9 +5,9 @@ tests/parity/environments.sh builds. It is chatterbox-tts 0.1.7 with its own cla
 checkpoint, in fp32: it has no other way. It generates one text at a time and renders it when all codes are
 there, so `streams` texts run one after the other.
 
-Three things are replaced. The watermark is left out. The alignment analyser of the multilingual model is off:
-newer releases of the original have none. A clip's gain is a Python float, as with NumPy 1, for which the
-original was made.
+Three things are replaced. The watermark is left out. The multilingual model has what newer releases of the
+original have: no alignment analyser, another repetition penalty, and no samples of the last code. A clip's
+gain is a Python float, as with NumPy 1, for which the original was made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from zoo.chatterbox.config import Config, t3_file
 from zoo.checkpoint.tensor_files import open_file
-from zoo.nn.s3.sizes import NUM_CODES
+from zoo.nn.s3.sizes import FRAME_SAMPLES, NUM_CODES
 from zoo.reference_script import answer, speed
 
 
@@ -58,6 +58,7 @@ from chatterbox.models.tokenizers import tokenizer as tokenizer_module  # noqa: 
 from chatterbox.models.voice_encoder import VoiceEncoder  # noqa: E402
 
 NAME = "chatterbox-tts 0.1.7"
+NEW_PENALTY = 1.2  # of the multilingual model: resemble-ai/chatterbox at 5de7a54, mtl_tts.py
 RATE_HZ, MELS = 24_000, 80
 SMALLEST = 1e-30  # stands for a cfg_weight of 0, with which the reference fails
 
@@ -175,6 +176,7 @@ class Model:
             given["cfg_weight"] = given.get("cfg_weight", 0.5) or SMALLEST
             limit = {"max_new_tokens": request["max_frames"]}
         if self.config.kind == "multilingual":
+            given = {"repetition_penalty": NEW_PENALTY} | given
             given["language_id"] = request["language"] or None
         if (temperature := request.get("temperature")) is not None:
             given["temperature"] = temperature or 1.0
@@ -278,6 +280,8 @@ def speak_from(model: Model, request: dict[str, Any], noise: Tensor) -> np.ndarr
     with noise_of(start, source.unflatten(1, (480, -1)).flatten(0, 1)), quiet():
         steps = {"n_cfm_timesteps": 2} if model.config.is_turbo else {}
         samples, _ = model.tts.s3gen.inference(model.codes, ref_dict=model.tts.conds.gen, **steps)
+    if model.config.kind == "multilingual":
+        samples = samples[:, : FRAME_SAMPLES * max(1, num - 1)]
     return samples[0].numpy()
 
 

@@ -147,9 +147,18 @@ class PromptWriter:
         if any(not vocabulary.has(token) for token in tokens):
             raise RequestError("turns", "a turn has tokens that are not this model's")
         start = vocabulary.speech_start
-        kept = list(tokens[tokens.index(start) + 1 :]) if start in tokens else list(tokens)
+        kept = list(tokens[tokens.index(start) + 1 :] if start in tokens else self._behind_thought(tokens))
         is_spoken = start in tokens or any(token >= vocabulary.first_hidden for token in kept)
         return [start, *kept] if is_spoken else kept
+
+    def _behind_thought(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a text behind the end of its thought, or all of them without one."""
+        end, spelled = THOUGHT_END.encode(), b""
+        for i, token in enumerate(tokens, start=1):
+            spelled = spelled[-len(end) :] + self.vocabulary.bytes_of(token)
+            if end in spelled:
+                return tokens[i:]
+        return tokens
 
 
 def conversation(request: Request) -> list[Turn]:

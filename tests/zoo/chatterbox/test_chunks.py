@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from feeding import Speaking
@@ -68,6 +70,19 @@ def test_chunks_are_as_long_as_the_whole_speech(speaking):
     assert sum(map(len, parts)) == (SPEECH + silent) * FRAME_SAMPLES
     assert len(parts[0]) == CHUNK * FRAME_SAMPLES - family.spec.window.hold_samples
     assert all(part.isfinite().all() for part in parts)
+
+
+def test_multilingual_drops_the_noise_of_the_last_code_with_and_without_chunks():
+    place = directory("chatterbox", "tiny-multilingual")
+    for chunked in (True, False):
+        family = zoo.load(place, device="cpu", chunked=chunked)
+        for codes, played in ((1, 1), (CHUNK + 1, CHUNK), (SPEECH, SPEECH - 1)):
+            state = family.state(1, SPEECH)
+            family.admit(state, 0, family.prompt(Request(text="Good morning.", max_frames=SPEECH)))
+            state.ready[0], state.done[0] = codes, True
+            cuts = [*range(0, codes, CHUNK if chunked else SPEECH), codes]
+            parts = [render(family, state, *cut, is_last=cut[1] == codes) for cut in pairwise(cuts)]
+            assert sum(map(len, parts)) == played * FRAME_SAMPLES, (chunked, codes)
 
 
 def test_a_chunk_depends_on_no_code_beyond_those_ahead(speaking):

@@ -83,6 +83,17 @@ def test_the_voice_is_optional(copy):
         zoo.generate(loaded, Request(text="a", max_frames=1))
 
 
+def test_a_pack_for_one_language_is_multilingual(tmp_path):
+    """Its files have other names, and its voice encoder is that of another repository."""
+    pack = Path(shutil.copytree(directory("chatterbox", "tiny-multilingual"), tmp_path / "pack"))
+    (pack / "t3_mtl23ls_v2.safetensors").rename(pack / "t3_pt_br.safetensors")
+    changed(pack, S3GEN, **{"tokenizer.window": None, "tokenizer._mel_filters": None})
+    (pack / S3GEN).rename(pack / "s3gen_v3.safetensors")
+    assert zoo.load(pack, "cpu").spec.variant == "multilingual"
+    (pack / "ve.safetensors").unlink()
+    assert refusal(pack).endswith("ve.safetensors does not exist; take that of ResembleAI/chatterbox")
+
+
 def test_a_missing_tensor_is_named(copy):
     changed(copy, S3GEN, **{"flow.encoder.after_norm.bias": None})
     assert "missing encoder.after_norm.bias" in refusal(copy)

@@ -83,6 +83,7 @@ def test_an_earlier_answer_goes_back_as_it_was(model):
     for tokens, expected in {
         spoken: "<tts_start>Hm.<2><tts_end>",
         tuple(vocabulary("Hm.")): "Hm.",
+        tuple(vocabulary("I think.</think>Hm.")): "Hm.",
         (*vocabulary.own("I think.</think>\n\n<tts_start>"), *spoken): "<tts_start>Hm.<2><tts_end>",
     }.items():
         turns = Turn("user", "Hm?"), Turn("assistant", tokens=tokens)
