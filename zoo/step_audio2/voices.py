@@ -94,7 +94,7 @@ class Cloner:
     def _encode(self, clip: AudioClip) -> Voice:
         rate_hz = clip.sample_rate_hz
         mean = torch.from_numpy(mono(clip, rate_hz, REFERENCE_S)).to(self.device)
-        first = mean if clip.samples.ndim == 1 else torch.tensor(clip.samples[0], device=self.device)
+        first = mean if clip.samples.ndim == 1 else torch.from_numpy(clip.samples[0].copy()).to(self.device)
         speech = resampled(first, rate_hz, SPEECH_HZ)
         codes = self.tokenizer(self.whisper_mel(speech)[None])[0]
         mel = self.mel(resampled(mean, rate_hz, RATE_HZ)[None])

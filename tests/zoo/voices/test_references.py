@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from zoo.request import AudioClip, RequestError
 from zoo.voices.references import References, content, mono
@@ -36,6 +37,10 @@ def test_channels_are_averaged():
     left, right = tone(), tone(hz=660, loudness=0.2)
     np.testing.assert_allclose(made(np.stack((left, right))), (left + right) / 2, atol=1e-7)
     assert np.array_equal(made(tone()[None]), tone())
+
+
+def test_samples_that_are_read_backwards_become_a_tensor():
+    assert torch.equal(torch.from_numpy(made(tone()[::-1])), torch.from_numpy(tone()).flip(0))
 
 
 @pytest.mark.parametrize("rate_hz", [8000, 16000, 22050, 44100, 48000, 96000])
@@ -67,6 +72,11 @@ def test_other_rates_are_resampled(rate_hz):
         ),
         (tone(loudness=0.0), 24000, r"the reference is silent: its loudest sample is 0 of full scale"),
         (np.stack((tone(), -tone())), 24000, r"the reference is silent"),  # the channels cancel each other
+        (
+            tone(loudness=1e30),
+            24000,
+            r"the reference's loudest sample is 1e\+30 times full scale; up to 2.1e\+09",
+        ),
         (
             (tone() * 32767).astype(np.int16),
             24000,
