@@ -5,7 +5,7 @@ Each RequestError names the field and says what was given and what is possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zoo.contract.spec import Spec
@@ -23,6 +23,7 @@ from zoo.request import (
 )
 
 RANDOM = ("default", "random")  # names of no voice in particular, which may stand next to a reference
+MOST_ROLES = 8  # in an error
 OF_CLIP = ("transcript", "continuation")  # outputs that are made of a clip alone
 
 
@@ -208,6 +209,12 @@ def _instead(spec: Spec, param: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
+
+
+def roles_of(turns: Sequence[Turn]) -> str:
+    """Return the roles of turns for an error, at most MOST_ROLES of them."""
+    shown = ", ".join(str(turn.role) for turn in turns[:MOST_ROLES])
+    return shown if len(turns) <= MOST_ROLES else f"{shown} and {len(turns) - MOST_ROLES} more"
 
 
 def check_turn(turn: Turn) -> None:

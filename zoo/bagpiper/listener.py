@@ -21,6 +21,7 @@ from zoo.nn.deferred import Deferred, Shape
 from zoo.nn.resample import resampled
 from zoo.nn.s3.tokenizer import WhisperMel
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import Encoded
 from zoo.voices.references import References, content, first_channel
 
 CLIP_S = (0.1, 300.0)
@@ -72,12 +73,8 @@ class Ear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Heard:
+class Heard(Encoded):
     vectors: Tensor  # [N, D] on the CPU
-
-    @property
-    def num_bytes(self) -> int:
-        return self.vectors.nbytes
 
 
 class Listener(nn.Module):

@@ -32,6 +32,7 @@ from zoo.bagpiper.config import (
 )
 from zoo.bagpiper.listener import Listener
 from zoo.bagpiper.vocabulary import TextTokenizer
+from zoo.check import roles_of
 from zoo.nn.keys import prefix_key
 from zoo.request import BLANK, AudioClip, Option, Request, RequestError, Turn
 from zoo.voices.references import content
@@ -165,7 +166,7 @@ def messages_of(request: Request) -> list[Message]:
     roles = [turn.role for turn in turns]
     if any(role not in ROLES for role in roles) or "system" in roles[1:] or roles[-1:] != ["user"]:
         order = "at most one system turn, then turns of the user; the model knows no earlier answers"
-        raise RequestError("turns", f"the turns are by {', '.join(roles)}; possible: {order}")
+        raise RequestError("turns", f"the turns are by {roles_of(turns)}; possible: {order}")
     messages = []
     for turn in turns:
         has_text = bool((turn.text or "").strip(BLANK))

@@ -32,7 +32,7 @@ from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, NUM_CODES, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "chatterbox"
@@ -47,20 +47,13 @@ LOUDNESS_LUFS = -27.0
 
 
 @dataclass(frozen=True)
-class Voice:
+class Voice(Encoded):
     name: bytes  # equal for equal recordings
     speaker: Tensor  # [SPEAKER] fp32
     codes: Tensor  # [T] int64
     flow_codes: Tensor  # [P] int64
     mel: Tensor  # [2P, MELS] fp32
     timbre: Tensor  # [192] fp32
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {key: value for key, value in vars(self).items() if key != "name"}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class Encoders(nn.Module):
@@ -83,17 +76,14 @@ class Cloner:
         self.fbank = Fbank(device)
         self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
         self.voices: References[Voice] = References()
-        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, is_turbo, encoders))
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, is_turbo, encoders), device)
 
     def __call__(self, clip: AudioClip) -> Voice:
         """Encode a clip, or return it from the cache. Raises RequestError for audio that cannot be a
         reference."""
         name = content(clip)
-        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        file = self.files.of(clip, name, lambda tensors: Voice(name, **tensors))
         return self.voices.get(name, lambda: self._encode(name, clip), file)
-
-    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> Voice:
-        return Voice(name, **{key: tensor.to(self.device) for key, tensor in tensors.items()})
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip) -> Voice:

@@ -141,7 +141,8 @@ class Gpt2Tokenizer:
             raise ValueError(f"{directory} has text ids up to {most}, but the model has {rows} text rows")
         first = self._tokenizer.get_vocab_size()
         for name, token_id in sorted(tags.items(), key=lambda tag: str(tag[1])):
-            self._tokenizer.add_tokens([AddedToken(name, normalized=False)])
+            if self._tokenizer.token_to_id(name) is None:  # words such as <|endoftext|> stay plain text
+                self._tokenizer.add_tokens([AddedToken(name, normalized=False)])
             found = self._tokenizer.token_to_id(name)
             if found != token_id:
                 raise ValueError(

@@ -11,7 +11,6 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/cli/frontend.py, frontend_zero_shot.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from zoo.cosyvoice2.voices import Voice
 from zoo.nn.mel import LogMel
@@ -29,17 +28,6 @@ REFERENCE_S = (0.2, 30.0)  # the reference accepts at most 30 s
 FFT, TOP_HZ = 1920, 8000.0
 
 
-class EncodedVoice(Voice):
-    """A voice that can be stored in a file."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"speaker": self.speaker, "codes": self.codes, "mel": self.mel}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-
 class Cloner:
     """Turns an AudioClip into a Voice. Can be called from several threads."""
 
@@ -48,8 +36,8 @@ class Cloner:
         self.whisper_mel = WhisperMel(tokenizer.config.mels, device)
         self.fbank = Fbank(device)
         self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
-        self.voices: References[EncodedVoice] = References()
-        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker))
+        self.voices: References[Voice] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker), device)
 
     def __call__(self, clip: AudioClip) -> Voice:
         """Encode a clip, or return it from the cache.
@@ -57,19 +45,17 @@ class Cloner:
         Raises RequestError for audio that cannot be a reference.
         """
         name = content(clip)
-        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        file = self.files.of(
+            clip, name, lambda found: Voice(name, found["codes"], found["mel"], found["speaker"])
+        )
         return self.voices.get(name, lambda: self._encode(name, clip), file)
 
-    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedVoice:
-        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return EncodedVoice(name, there["codes"], there["mel"], there["speaker"])
-
     @torch.inference_mode()
-    def _encode(self, name: bytes, clip: AudioClip) -> EncodedVoice:
+    def _encode(self, name: bytes, clip: AudioClip) -> Voice:
         samples = torch.from_numpy(mono(clip, clip.sample_rate_hz, REFERENCE_S)).to(self.device)
         speech = resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
         codes = self.tokenizer(self.whisper_mel(speech)[None])[0]
         mel = self.mel(resampled(samples, clip.sample_rate_hz, RATE_HZ)[None])[0].mT  # [F, MELS]
         speaker = self.speaker(self.fbank(speech)[None])[0]
         num = min(len(codes), len(mel) // TOKEN_FRAMES)
-        return EncodedVoice(name, codes[:num], mel[: TOKEN_FRAMES * num], speaker)
+        return Voice(name, codes[:num], mel[: TOKEN_FRAMES * num], speaker)

@@ -21,6 +21,7 @@ from zoo.cosyvoice2.flow import Flow, FlowCache
 from zoo.nn.keys import prefix_key
 from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Stretch
+from zoo.voices.encoded_files import Encoded
 
 VOICES_FILE = "spk2info.pt"
 MAX_PROMPT = 250  # the flow reads only the last 250 codes of a prompt: 10 s
@@ -28,7 +29,7 @@ MAX_REST = GRID + LOOKAHEAD - 1
 
 
 @dataclass(frozen=True)
-class Voice:
+class Voice(Encoded):
     """A recording as the model reads it. Without codes it gives only the speaker vector."""
 
     name: bytes  # equal for equal recordings

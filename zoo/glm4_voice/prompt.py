@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zoo.check import check_turn
+from zoo.check import check_turn, roles_of
 from zoo.glm4_voice.listener import Ear
 from zoo.glm4_voice.vocabulary import ASSISTANT, AUDIO_BEGIN, AUDIO_END, BEGIN, SYSTEM, USER, Vocabulary
 from zoo.request import BLANK, Option, Request, RequestError, Turn, sampling_options
@@ -104,8 +104,7 @@ def conversation(request: Request) -> list[Turn]:
     is_system_first = all(turn.role != "system" for turn in turns[1:])
     if spoken != wanted or not is_system_first:
         order = "at most one system turn, then user and assistant in turn, and the user's last"
-        roles = ", ".join(turn.role for turn in turns)
-        raise RequestError("turns", f"the turns are by {roles}; possible: {order}")
+        raise RequestError("turns", f"the turns are by {roles_of(turns)}; possible: {order}")
     for turn in turns:
         check_turn(turn)
         if turn.clip is not None and (turn.text or "").strip(BLANK):

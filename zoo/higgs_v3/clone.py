@@ -17,7 +17,7 @@ from zoo.higgs_v3.config import SAMPLE_RATE_HZ, Config
 from zoo.higgs_v3.delay import stagger
 from zoo.nn.keys import prefix_key
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "higgs_v3"
@@ -28,16 +28,13 @@ MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are padded with zeros at the end
 
 
 @dataclass(frozen=True)
-class EncodedReference:
+class EncodedReference(Encoded):
     rows: Tensor  # [F + K - 1, K]
     keys: tuple[int, ...]  # one per row; negative, unlike text ids
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"rows": self.rows}
-
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + 40 * len(self.keys)
+        return super().num_bytes + 40 * len(self.keys)
 
 
 class Cloner:

@@ -109,8 +109,7 @@ class Decoder(nn.Module):
     def prepare(self, quantizer: Quantizer) -> None:
         """Codebook and way out are linear: one row per code is left of them. In fp64, then rounded once."""
         dtype = self.stem.weight.dtype
-        tables = [book.rows.double() @ book.project_out.weight.double()[..., 0].T for book in quantizer]
-        biases = [book.project_out.bias.double() for book in quantizer]  # type: ignore[union-attr]
+        tables, biases = zip(*(book.folded() for book in quantizer), strict=True)
         bias = torch.stack(biases).sum(0)
         self.register_buffer("tables", torch.cat(tables).to(dtype), persistent=False)
         self.register_buffer("bias", bias[:, None].to(dtype), persistent=False)

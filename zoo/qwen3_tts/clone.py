@@ -18,7 +18,7 @@ from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, SpeakerConfig
 from zoo.qwen3_tts.speaker import SpeakerEncoder
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "qwen3_tts"
@@ -32,21 +32,13 @@ def reference_s(config: SpeakerConfig) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class EncodedReference:
+class EncodedReference(Encoded):
     """An encoded clip. Without a transcript `codes` is empty and `codec_state` is None."""
 
     name: bytes  # equal for equal clips
     speaker: Tensor  # [D] fp32
     codes: Tensor  # [F, K]; F is 0 without a transcript
-    codec_state: Tensor | None  # [values], the codec decoder's state after these codes
-
-    def tensors(self) -> dict[str, Tensor]:
-        state = {} if self.codec_state is None else {"codec_state": self.codec_state}
-        return {"speaker": self.speaker, "codes": self.codes, **state}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+    codec_state: Tensor | None = None  # [values], the codec decoder's state after these codes
 
 
 class Cloner:
@@ -58,18 +50,14 @@ class Cloner:
         self.reference_s = reference_s(speaker.config)
         self.references: References[EncodedReference] = References()
         modules = (speaker, codec) if codec.encoder is not None else (speaker,)
-        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, speaker.config, *modules))
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, speaker.config, *modules), device)
 
     def __call__(self, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
         """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references")
         for unusable audio."""
         name = content(clip, x_vector_only)
-        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        file = self.files.of(clip, name, lambda tensors: EncodedReference(name, **tensors))
         return self.references.get(name, lambda: self._encode(name, clip, x_vector_only), file)
-
-    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedReference:
-        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return EncodedReference(name, there["speaker"], there["codes"], there.get("codec_state"))
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
@@ -78,7 +66,7 @@ class Cloner:
         speaker = self.speaker(self.mel(samples))[0]
         if x_vector_only:
             none = torch.empty(0, self.codec.decoder.config.codebooks, dtype=torch.int64, device=self.device)
-            return EncodedReference(name, speaker, none, None)
+            return EncodedReference(name, speaker, none)
         assert self.codec.encoder is not None, "a model that clones must keep its codec's encoder"
         codes = self.codec.encoder(samples)  # [1, F, K]
         return EncodedReference(name, speaker, codes[0], self.codec.decoder.prime(codes)[0])

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from zoo.check import check_turn
+from zoo.check import check_turn, roles_of
 from zoo.nn.keys import prefix_key
 from zoo.request import BLANK, Option, Request, RequestError, Turn, sampling_options
 from zoo.step_audio2.listener import Ear
@@ -168,7 +168,7 @@ def conversation(request: Request) -> list[Turn]:
     turns = list(request.turns)
     if request.text.strip(BLANK):
         turns.append(Turn("user", request.text))
-    _check_order([turn.role for turn in turns])
+    _check_order(turns)
     for turn in turns:
         check_turn(turn)
     return turns
@@ -184,13 +184,14 @@ BEHIND = {
 }
 
 
-def _check_order(roles: Sequence[str]) -> None:
+def _check_order(turns: Sequence[Turn]) -> None:
     """Raise RequestError for roles that do not follow each other in a conversation."""
+    roles = [turn.role for turn in turns]
     is_known = all(role in BEHIND[before] for before, role in pairwise(("", *roles)))
     if not is_known or roles[-1] not in ("user", "tool"):
         order = (
             "at most one system turn and one with tools, then user (or tools' results) and assistant in turn"
         )
         raise RequestError(
-            "turns", f"the turns are by {', '.join(roles)}; possible: {order}, and not the assistant's last"
+            "turns", f"the turns are by {roles_of(turns)}; possible: {order}, and not the assistant's last"
         )

@@ -27,7 +27,7 @@ from zoo.request import AudioClip, recording_name
 from zoo.step_audio2.config import SPEECH_HZ
 from zoo.step_audio2.flow import Flow
 from zoo.step_audio2.past import MAX_PROMPT, Past, PromptCell
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 
 FAMILY = "step_audio2"
@@ -37,19 +37,12 @@ FFT, TOP_HZ = 1920, 8000.0
 
 
 @dataclass(frozen=True)
-class Voice:
+class Voice(Encoded):
     """A recording as the flow reads it."""
 
     codes: Tensor  # [P] int64
     mel: Tensor  # [2 P, MELS]
     speaker: Tensor  # [D]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"speaker": self.speaker, "codes": self.codes, "mel": self.mel}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 @dataclass(frozen=True)
@@ -89,23 +82,19 @@ class Cloner:
         self.fbank = Fbank(device)
         self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
         self.voices: References[Voice] = References()
-        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker))
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker), device)
 
     def __call__(self, clip: AudioClip) -> tuple[bytes, Voice]:
         """Return a clip's name, equal for equal clips, and its voice. Raises RequestError."""
         name = content(clip)
-        file = self.files.of(clip, name, self._restored)
+        file = self.files.of(clip, name, lambda tensors: Voice(**tensors))
         return name, self.voices.get(name, lambda: self._encode(clip), file)
-
-    def _restored(self, tensors: dict[str, Tensor]) -> Voice:
-        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return Voice(there["codes"], there["mel"], there["speaker"])
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Voice:
         rate_hz = clip.sample_rate_hz
         mean = torch.from_numpy(mono(clip, rate_hz, REFERENCE_S)).to(self.device)
-        first = mean if clip.samples.ndim == 1 else torch.tensor(clip.samples[0], device=self.device)
+        first = mean if clip.samples.ndim == 1 else torch.from_numpy(clip.samples[0].copy()).to(self.device)
         speech = resampled(first, rate_hz, SPEECH_HZ)
         codes = self.tokenizer(self.whisper_mel(speech)[None])[0]
         mel = self.mel(resampled(mean, rate_hz, RATE_HZ)[None])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,25 +35,27 @@ PACKAGES = ("transformers", "vector-quantize-pytorch")
 NUM_VALUES = 256  # values hashed per tensor; training changes all values, so a sample identifies the weights
 
 ZOO = Path(__file__).parents[1]
+CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 
 
-class Encoded(Protocol):
-    def tensors(self) -> dict[str, Tensor]: ...
-
-
 @dataclass(frozen=True)
-class Codes:
-    """What an encoder that makes codes alone has made of a recording."""
-
-    codes: Tensor  # [F] or [F, K] on the CPU
+class Encoded:
+    """A recording as an encoder returns it. Its file holds the fields that are tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+@dataclass(frozen=True)
+class Codes(Encoded):
+    """A recording as codes alone."""
+
+    codes: Tensor  # [F] or [F, K] on the CPU
 
 
 T = TypeVar("T", bound=Encoded)
@@ -92,10 +94,11 @@ def code(family: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """The files of one encoder."""
+    """The files of one encoder. device: where the tensors go that are read from them."""
 
     family: str
     encoder: str  # the result of `encoder_key`
+    device: torch.device = CPU
 
     def of(
         self, clip: AudioClip, recording: bytes, restore: Callable[[dict[str, Tensor]], T]
@@ -111,18 +114,19 @@ class EncodedFiles:
             "encoder": self.encoder,
             "recording": recording.hex(),
         }
-        return EncodedFile(path, facts, restore, clip)
+        return EncodedFile(path, facts, restore, clip, self.device)
 
 
 @dataclass(frozen=True)
 class EncodedFile(Generic[T]):
-    """One encoded recording on disk. restore: tensors on the CPU -> the family's encoded reference. clip: the
-    recording."""
+    """One encoded recording on disk. restore: tensors on the device -> the family's encoded reference. clip:
+    the recording."""
 
     path: Path
     facts: dict[str, str]
     restore: Callable[[dict[str, Tensor]], T]
     clip: AudioClip
+    device: torch.device
 
     def read_recording(self) -> None:
         """Read the samples of the clip, unless they are there."""
@@ -146,7 +150,7 @@ class EncodedFile(Generic[T]):
         if metadata.get("blake2b") != digest(self.facts, tensors):
             self._warn("its checksum does not match")
             return None
-        return self.restore(tensors)
+        return self.restore({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def _warn(self, why: str) -> None:
         log.warning("%s cannot be used (%s): the recording is encoded again", self.path, why)

@@ -16,6 +16,7 @@ from zoo.request import AudioClip, RequestError, recording_name
 RATES_HZ = (8_000, 192_000)
 REFERENCES = "references"  # the field of a request whose clips are voices
 SILENT = 1e-3  # a peak of -60 dB of full scale
+LOUDEST = 2.0**31  # integers of 32 bits, written as floats; the squares of much larger ones are infinite
 
 
 class Sized(Protocol):
@@ -130,7 +131,7 @@ def mono(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float], field: str 
     Source: librosa, to_mono and resample, which the reference implementations use: N is rounded up.
     """
     _check_form(clip, field)
-    samples = clip.samples if clip.samples.ndim == 1 else clip.samples.mean(0)
+    samples = np.ascontiguousarray(clip.samples if clip.samples.ndim == 1 else clip.samples.mean(0))
     lasts_s, (shortest_s, longest_s) = len(samples) / clip.sample_rate_hz, clip_s
     if not shortest_s <= lasts_s <= longest_s:
         raise RequestError(
@@ -139,10 +140,13 @@ def mono(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float], field: str 
         )
     if not np.isfinite(samples).all():
         raise RequestError(field, f"{_noun(field)} has samples that are not finite (NaN or infinite)")
-    if np.abs(samples).max() < SILENT:
+    peak = np.abs(samples).max()
+    if peak < SILENT:
+        raise RequestError(field, f"{_noun(field)} is silent: its loudest sample is {peak:.2g} of full scale")
+    if peak > LOUDEST:
         raise RequestError(
             field,
-            f"{_noun(field)} is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale",
+            f"{_noun(field)}'s loudest sample is {peak:.2g} times full scale; up to {LOUDEST:.2g} is possible",
         )
     return samples if clip.sample_rate_hz == rate_hz else by_soxr(samples, clip.sample_rate_hz, rate_hz)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
@@ -31,22 +31,14 @@ def reference_s(config: Config) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class EncodedReference:
+class EncodedReference(Encoded):
     """A reference as the model reads it."""
 
     name: bytes  # equal for equal clips with the same use
     patches: Tensor  # [R, P, D], rounded to the model's dtype, as the model reads them
     rows: Tensor  # [R, H], the model's dtype
     # [values], the decoder's state after these patches; None unless speech continues them
-    codec_state: Tensor | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        state = {} if self.codec_state is None else {"codec_state": self.codec_state}
-        return {"patches": self.patches, "rows": self.rows, **state}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+    codec_state: Tensor | None = None
 
 
 class Cloner:
@@ -68,7 +60,7 @@ class Cloner:
         self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype
         self.reference_s = reference_s(config)
         self.references: References[EncodedReference] = References()
-        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (config, dtype), vae, *heard_by))
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (config, dtype), vae, *heard_by), device)
 
     def __call__(self, clip: AudioClip, continues: bool) -> EncodedReference:
         """Encode a clip, or return it from the cache. continues: speech continues the clip, so the padding
@@ -77,12 +69,8 @@ class Cloner:
         Raises ValueError (`param` "references") for audio that cannot be a reference.
         """
         name = content(clip, continues)
-        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        file = self.files.of(clip, name, lambda tensors: EncodedReference(name, **tensors))
         return self.references.get(name, lambda: self._encode(name, clip, continues), file)
-
-    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedReference:
-        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        return EncodedReference(name, there["patches"], there["rows"], there.get("codec_state"))
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, continues: bool) -> EncodedReference:

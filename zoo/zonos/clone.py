@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.request import AudioClip
-from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
 from zoo.zonos.codec import Codec
 from zoo.zonos.config import SAMPLE_RATE_HZ
@@ -24,16 +24,9 @@ REFERENCE_S = (0.1, 30.0)  # the original advises 5 to 30 s
 
 
 @dataclass(frozen=True)
-class EncodedReference:
+class EncodedReference(Encoded):
     voice: Tensor  # [128] bfloat16 on the CPU
     codes: Tensor  # [F, 9] on the CPU
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"voice": self.voice, "codes": self.codes}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.voice.nbytes + self.codes.nbytes
 
 
 class Cloner:

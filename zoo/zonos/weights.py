@@ -76,7 +76,7 @@ def codec(config: CodecConfig) -> dict[str, str]:
     names: dict[str, str] = {}
     for k in range(BOOKS):
         theirs, ours = f"quantizer.quantizers.{k}", f"books.{k}"
-        names[f"{theirs}.codebook.weight"] = f"{ours}.rows.weight"
+        names[f"{theirs}.codebook.weight"] = f"{ours}.rows"
         names |= _both(f"{theirs}.in_proj", f"{ours}.project_in")
         names |= _both(f"{theirs}.out_proj", f"{ours}.project_out")
     names |= dac.names("decoder", "decoder", len(config.decoder_rates), dac.UP)

@@ -223,6 +223,7 @@ def test_hidden_tokens_of_an_answer_are_skipped_and_others_are_written():
     ("fields", "param", "message"),
     [
         ({"turns": (Turn("assistant", "Hello."),)}, "turns", "knows no earlier answers"),
+        ({"turns": (Turn("assistant", "Hello."),) * 20}, "turns", "assistant and 13 more; possible: at most"),
         ({"turns": (Turn("user", "a"), Turn("system", "b"))}, "turns", "at most one system turn"),
         (
             {"text": "", "output": "text", "turns": (Turn("user", clip=SILENT),)},

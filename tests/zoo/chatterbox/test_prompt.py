@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import types
 
 import pytest
-from models import family
+from models import directory, family
 
 from zoo.chatterbox.languages import in_language
-from zoo.chatterbox.prompt import normalized
+from zoo.chatterbox.prompt import Gpt2Tokenizer, normalized
+from zoo.chatterbox.vocabulary import END_OF_TEXT
 from zoo.request import Request, RequestError
 
 
@@ -47,6 +50,14 @@ def test_tags_are_single_tokens():
     turbo = family("chatterbox", size="tiny-turbo").writer.tokenize
     [laugh] = turbo("[laugh]")
     assert laugh in turbo("ha [laugh] ha")
+
+
+def test_a_text_cannot_hold_the_end_of_a_text_that_is_listed_among_the_tags(tmp_path):
+    copy = shutil.copytree(directory("chatterbox", "tiny-turbo"), tmp_path / "copy")
+    tags, words = (json.loads((copy / name).read_text()) for name in ("added_tokens.json", "vocab.json"))
+    (copy / "added_tokens.json").write_text(json.dumps(tags | {END_OF_TEXT: words[END_OF_TEXT]}))
+    found = Gpt2Tokenizer(copy, len(words) + len(tags))(f"ha {END_OF_TEXT} [laugh]")
+    assert words[END_OF_TEXT] not in found and tags["[laugh]"] in found
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-turbo"])

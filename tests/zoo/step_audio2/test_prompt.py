@@ -120,6 +120,7 @@ def test_a_turn_cannot_contain_a_special_token(model):
     [
         ((Turn("assistant", "Hm."),), "", "the last turn is by assistant"),
         ((Turn("user", "Hm."),), "Again.", "user, user"),
+        ((Turn("user", "Hm."),) * 20, "Again.", "user, user and 13 more; possible: at most one"),
         ((Turn("user", "Hm."), Turn("system", "Hm.")), "Again.", "user, system, user"),
         ((Turn("tool", "Hm."),), "Again.", "tool, user"),
         ((Turn("user", "Hm."), Turn("assistant", None, CLIP)), "Again.", "reads only its text"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zoo
 from zoo.request import AudioClip, Reference, Request
 from zoo.voices import encoded_files
-from zoo.voices.encoded_files import FORMAT, MAX_FILES, EncodedFile, EncodedFiles, encoder_key
+from zoo.voices.encoded_files import FORMAT, MAX_FILES, Encoded, EncodedFile, EncodedFiles, encoder_key
 from zoo.voices.references import References, content
 
 CLONERS = {
@@ -30,23 +30,12 @@ SAMPLES = np.sin(np.arange(24000) ** 1.3 / 30).astype(np.float32) / 4
 
 
 @dataclass(frozen=True)
-class Voice:
+class Voice(Encoded):
     codes: Tensor
     speaker: Tensor
 
-    def tensors(self):
-        return {"codes": self.codes, "speaker": self.speaker}
-
-    @property
-    def num_bytes(self):
-        return self.codes.nbytes + self.speaker.nbytes
-
 
 VOICE = Voice(torch.arange(12).reshape(4, 3), torch.tensor([0.5, -1.0, 2.0], dtype=torch.bfloat16))
-
-
-def restored(tensors):
-    return Voice(tensors["codes"], tensors["speaker"])
 
 
 def never():
@@ -59,7 +48,7 @@ def clip(tmp_path):
 
 
 def file_of(clip, family="toy", encoder="0123456789abcdef") -> EncodedFile[Voice]:
-    file = EncodedFiles(family, encoder).of(clip, content(clip), restored)
+    file = EncodedFiles(family, encoder).of(clip, content(clip), lambda found: Voice(**found))
     assert file is not None
     return file
 
@@ -90,7 +79,7 @@ def test_the_file_format_is_as_documented(clip):
 
 
 def test_a_clip_of_a_request_is_not_stored():
-    assert EncodedFiles("toy", "0").of(AudioClip(SAMPLES, 24000), b"x", restored) is None
+    assert EncodedFiles("toy", "0").of(AudioClip(SAMPLES, 24000), b"x", lambda found: Voice(**found)) is None
 
 
 def damage(path, how):

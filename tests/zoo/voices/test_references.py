@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from zoo.request import AudioClip, RequestError
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, first_channel, mono
 
 LIMITS_S = (0.05, 2.0)
 
@@ -36,6 +37,10 @@ def test_channels_are_averaged():
     left, right = tone(), tone(hz=660, loudness=0.2)
     np.testing.assert_allclose(made(np.stack((left, right))), (left + right) / 2, atol=1e-7)
     assert np.array_equal(made(tone()[None]), tone())
+
+
+def test_samples_that_are_read_backwards_become_a_tensor():
+    assert torch.equal(torch.from_numpy(made(tone()[::-1])), torch.from_numpy(tone()).flip(0))
 
 
 @pytest.mark.parametrize("rate_hz", [8000, 16000, 22050, 44100, 48000, 96000])
@@ -68,6 +73,11 @@ def test_other_rates_are_resampled(rate_hz):
         (tone(loudness=0.0), 24000, r"the reference is silent: its loudest sample is 0 of full scale"),
         (np.stack((tone(), -tone())), 24000, r"the reference is silent"),  # the channels cancel each other
         (
+            tone(loudness=1e30),
+            24000,
+            r"the reference's loudest sample is 1e\+30 times full scale; up to 2.1e\+09",
+        ),
+        (
             (tone() * 32767).astype(np.int16),
             24000,
             r"samples are int16 \[24000\]; a float32 array \[N\] or \[channels, N\] is needed",
@@ -88,6 +98,30 @@ def test_audio_that_cannot_be_a_reference_is_refused(samples, rate_hz, message):
     with pytest.raises(RequestError, match=message.replace("the reference", "the clip")) as refused:
         mono(AudioClip(samples, rate_hz), 24000, LIMITS_S, "turns")
     assert refused.value.param == "turns" and str(refused.value).startswith("the clip")
+
+
+def test_clips_of_the_shortest_and_of_the_longest_length_are_accepted():
+    assert [len(made(tone(seconds))) for seconds in LIMITS_S] == [1200, 48000]
+
+
+def test_a_model_that_hears_one_channel_gets_the_first():
+    left, right = tone(rate_hz=16000), tone(rate_hz=16000, hz=660)
+    for samples in (left, np.stack((left, right))):
+        assert np.array_equal(first_channel(AudioClip(samples, 16000), LIMITS_S), left)
+    with pytest.raises(RequestError, match=r"the clip lasts 0.05 s; from 0.1"):
+        first_channel(AudioClip(left[:800], 16000), (0.1, 2.0), "turns")
+
+
+def test_a_clip_that_has_a_name_is_not_hashed():
+    named = content(AudioClip(tone(), 24000, name=b"morning"))
+    assert (
+        named == content(AudioClip(tone(hz=660), 24000, name=b"morning")) != content(AudioClip(tone(), 24000))
+    )
+
+
+def test_a_clip_whose_form_is_wrong_has_no_name():
+    with pytest.raises(RequestError, match="the clip's samples are list"):
+        content(AudioClip(tone().tolist(), 24000), field="turns")
 
 
 def test_a_clips_name_depends_on_its_content():
@@ -126,6 +160,46 @@ def test_a_cached_reference_is_not_encoded_again():
     first = store.get(b"a", encoder(1))
     assert store.get(b"a", never) is first and store.get(b"b", encoder(2)).value == 2
     assert store.num_encoded == 2
+
+
+@dataclass
+class File:
+    """A file, which is empty unless it has a value. calls: what was called, in order."""
+
+    calls: list[str]
+    value: Encoded | None = None
+    while_read: Callable[[], object] = lambda: None
+
+    def read(self) -> Encoded | None:
+        self.calls.append("read")
+        self.while_read()
+        return self.value
+
+    def read_recording(self) -> None:
+        self.calls.append("read_recording")
+
+    def write(self, value: Encoded) -> None:
+        self.calls.append(f"write {value.value}")
+
+
+def test_a_recording_is_read_before_it_is_encoded_and_its_file_is_written_afterwards():
+    store, calls = References[Encoded](), list[str]()
+    store.get(b"a", lambda: calls.append("encode") or Encoded(1), File(calls))
+    assert calls == ["read", "read_recording", "encode", "write 1"]
+
+
+def test_a_cached_reference_is_not_read_from_its_file_again():
+    store, calls = References[Encoded](), list[str]()
+    found = [store.get(b"a", never, File(calls, Encoded(1))) for _ in range(2)]
+    assert calls == ["read"] and found[0] is found[1] is store.get(b"a", never)
+
+
+def test_a_file_that_two_threads_read_counts_once():
+    store = References[Encoded](max_bytes=10)
+    first = File([], Encoded(1, 5), while_read=lambda: store.get(b"a", never, File([], Encoded(1, 5))))
+    store.get(b"a", never, first)
+    store.get(b"b", encoder(2, 5))
+    assert store.get(b"a", never).value == 1
 
 
 def test_the_least_recently_used_reference_is_evicted():
