@@ -50,6 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
             "cfg_scale": 3.5,
         },
     },
+    "unconditional": {
+        "text": "Hello there.",
+        "max_frames": 24,
+        "options": {"unconditional_emotion": True, "unconditional_pitch_std": True},
+    },
 }
 ENDED = "ended"  # a case that the model ends itself; its text is one of these
 ENDED_TEXTS = tuple(f"number {i}" for i in range(60))

@@ -39,6 +39,13 @@ HELP = {
     "pitch_std": "how far the pitch moves, in Hz: 20 to 45 is normal, 60 to 150 expressive",
     "speaking_rate": "phonemes per second: 10 is slow, 30 very fast",
 }
+# conditions that a request may leave to the model
+LEFT = {
+    "emotion": "the emotions; try it if the speech is unstable",
+    "fmax": "the highest frequency",
+    "pitch_std": "how far the pitch moves",
+    "speaking_rate": "its speed",
+}
 HINTS = {
     "repetition_penalty": "set recent_penalty",
     "voice": "or give a reference",
@@ -51,6 +58,7 @@ def options(config: Config) -> tuple[Option, ...]:
     return (
         *(_emotion(name, default) for name, default in zip(EMOTIONS, EMOTION, strict=True)),
         *(_number(condition) for condition in config.conditions if condition.name in DEFAULTS),
+        *(Option(f"unconditional_{name}", bool, f"the model chooses {what}", False) for name, what in LEFT.items()),
         Option("cfg_scale", float, "strength of guidance; 1 turns it off", GUIDANCE, (1, MAX_GUIDANCE)),
         *sampling_options(TEMPERATURE, TOP_K, TOP_P),
         Option("min_p", float, "drop codes less likely than this share of the likeliest; 0 keeps all", MIN_P, (0, 1)),
@@ -97,8 +105,8 @@ class PromptWriter:
         """values: the options, from `zoo.check.check`. said: what was spoken before in a voice that this text
         goes on in."""
         language = espeak_name(request)
-        given = {LANGUAGE: (float(LANGUAGES.index(language)),), "emotion": _emotions(values)}
-        given |= {name: (values[name],) for name in DEFAULTS}
+        given = {LANGUAGE: (float(LANGUAGES.index(language)),)}
+        given |= {name: _values_of(name, values) for name in LEFT if not values[f"unconditional_{name}"]}
         alone = self.phonemize(request.text, language)
         if len(alone) > MAX_POSITIONS:
             raise RequestError(
@@ -118,9 +126,12 @@ class PromptWriter:
         return Script(ids, {name: given.get(name) for name in names}, codes, len(alone))
 
 
-def _emotions(values: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the weights of the emotions with a sum of 1. Raises RequestError if all are zero."""
+def _values_of(name: str, values: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return a condition's values: of "emotion", the weights of the emotions with a sum of 1. Raises
+    RequestError if all of them are zero."""
+    if name != "emotion":
+        return (values[name],)
     weights = torch.tensor([values[f"emotion_{name}"] for name in EMOTIONS])
     if not weights.sum() > 0:
-        raise RequestError("emotion_neutral", "all emotions are 0; at least one must be above 0")
+        raise RequestError("emotion_neutral", "all emotions are 0; set one above 0, or unconditional_emotion")
     return tuple((weights / weights.sum()).tolist())

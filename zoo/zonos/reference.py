@@ -50,6 +50,7 @@ MORE = 20  # columns behind the last one that is needed
 EMOTIONS = ("happiness", "sadness", "disgust", "fear", "surprise", "anger", "other", "neutral")
 EMOTION = (0.3077, 0.0256, 0.0256, 0.0256, 0.0256, 0.0256, 0.2564, 0.3077)
 NUMBERS = ("fmax", "pitch_std", "speaking_rate")
+LEFT = ("emotion", *NUMBERS)  # conditions that a request may leave to the model
 LANGUAGES = conditioning.supported_language_codes
 SPEAKER = "Zonos-v0.1-speaker-embedding"
 NETS = ("ResNet293_SimAM_ASP_base.pt", "ResNet293_SimAM_ASP_base_LDA-128.pt")
@@ -148,6 +149,7 @@ class Model:
             speaker=None if voice is None else voice.to(dtype),
             emotion=emotion,
             device="cpu",
+            unconditional_keys=[name for name in LEFT if options.get(f"unconditional_{name}")],
             **values,
         )
         return Prompt(self.model.prepare_conditioning(made), codes)

@@ -126,7 +126,7 @@ def test_ranges_come_from_the_checkpoint(copy):
 
 def test_emotions_without_any_weight_are_refused():
     options = {f"emotion_{name}": 0.0 for name in EMOTIONS}
-    with pytest.raises(RequestError, match="all emotions are 0; at least one must be above 0"):
+    with pytest.raises(RequestError, match="all emotions are 0; set one above 0, or unconditional_emotion"):
         family("zonos").prompt(Request(text="a", options=options))
 
 
