@@ -66,6 +66,11 @@ def test_a_file_is_read(name, save, tmp_path):
         assert torch.equal(file.read(key), tensor) and file.read(key).dtype == tensor.dtype
 
 
+def test_a_header_counts_the_bytes_of_its_tensor(tmp_path):
+    save_file({"a": torch.zeros(3, 5, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert open_file(tmp_path / "model.safetensors").headers["a"].num_bytes == 30
+
+
 def test_parameters_and_views_in_a_pickle_are_read(tmp_path):
     """The weights share memory, like tied ones, and one is transposed."""
     tied = nn.Parameter(torch.arange(6.0).reshape(2, 3))
