@@ -226,6 +226,16 @@ def test_a_matroska_file_has_chapter_marks_too(tmp_path):
     check_marks(tmp_path / "b.mka", ["One", "Two"], [49_100 / 22_050 + 1, 1 + 1 / 22_050])
 
 
+def test_a_book_that_cannot_be_written_leaves_no_part(tmp_path):
+    book = Book("The old man", None, (Chapter("One", "a"), Chapter("Two", "b")))
+    soundfile.write(tmp_path / "a.flac", np.zeros(5000, np.int16), 22_050)
+    (tmp_path / "b.flac").write_bytes(b"no speech")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(soundfile.SoundFileError):
+        join.join(book, [[tmp_path / "a.flac"], [tmp_path / "b.flac"]], tmp_path / "b.m4b")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def check_marks(out, titles, expected_s):
     with av.open(out) as file:
         marks = file.chapters()
