@@ -231,10 +231,11 @@ def test_a_lock_that_prune_removed_is_taken_anew(place, monkeypatch):
 def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     root = root_with(place, 1, 2)
     os.truncate(place.with_name("model-2") / "step.saved", 1)
+    (place.with_name("model-1") / "planted.so").write_bytes(b"not listed")
     there = tmp_path / "there" / "compiled"
     assert len(store.export(root, tmp_path / "cache.tar")) == 1
     assert [name.name for name in store.take_in(there, tmp_path / "cache.tar")] == ["model-1"]
-    assert make(there / "torch" / "cpu" / "model-1")
+    assert not list(there.rglob("planted.so")) and make(there / "torch" / "cpu" / "model-1")
     assert store.take_in(there, tmp_path / "cache.tar") == []
     assert {path.name for path in there.iterdir()} == {"torch"}
 
