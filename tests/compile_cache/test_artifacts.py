@@ -272,6 +272,17 @@ def test_an_import_removes_what_a_killed_one_left(place, tmp_path):
     assert {path.name for path in there.iterdir()} == {"torch"}
 
 
+def test_a_tar_with_a_damaged_entry_is_refused(place, tmp_path):
+    make(place)
+    os.truncate(place / "step.saved", 1)
+    with tarfile.open(tmp_path / "cache.tar", "w") as tar:
+        tar.add(place, "torch/cpu/model-1234")
+    there = tmp_path / "there" / "compiled"
+    with pytest.raises(ValueError, match=r"model-1234, step\.saved has changed"):
+        store.take_in(there, tmp_path / "cache.tar")
+    assert store.stored(there) == []
+
+
 def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     (tmp_path / "cache.tar").write_bytes(b"no tar")
     with pytest.raises(ValueError, match="is not an exported cache") as refused:
