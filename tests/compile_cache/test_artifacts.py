@@ -385,6 +385,14 @@ def test_a_cache_below_a_directory_of_others_is_refused(place, monkeypatch, how,
         make(place)
 
 
+def test_a_cache_that_is_a_link_into_a_directory_of_others_is_refused(place, tmp_path, monkeypatch):
+    (tmp_path / "others" / "mine").mkdir(parents=True)
+    place.parents[2].symlink_to(tmp_path / "others" / "mine")
+    given_to_others(tmp_path / "others", "writable", monkeypatch)
+    with pytest.raises(ValueError, match=r"others may write to .*others"):
+        make(place)
+
+
 def given_to_others(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let others own or write a path. Only root can give it away; other users pretend to be somebody
     else's."""
