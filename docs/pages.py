@@ -25,7 +25,7 @@ from typer.cli import get_docs_for_click
 
 import zoo
 from serving import protocol
-from serving.__main__ import app
+from serving.cli.run import app
 from serving.engine.wire import describe
 from serving.engine_client import EngineClient
 from serving.http import openapi

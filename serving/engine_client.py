@@ -142,8 +142,9 @@ class EngineClient:
         assert self._writer is not None
         self._writer.close()
         self._writer = None
-        self.num_restarts += not self._is_closed
         if not self._is_closed:
+            # A relay accepts connections while its engine is away.
+            self.num_restarts += self._status.state != "away"
             self._status = protocol.Status("away", detail="it stopped and is being started again")
         self.stats = None
         self._fail_all("the engine stopped while it worked on this request")

@@ -281,6 +281,7 @@ class Stats(Message):
     turn_times: Histogram = msgspec.field(default_factory=Histogram)
     resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
     reference_bytes: int = 0  # reference audio that is being encoded or waits to be
+    engine_restarts: int = 0  # counter: engines of replicas that were lost
     replicas: dict[str, Stats] = {}  # those of each replica, if this is their sum
 
 

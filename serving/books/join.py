@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import soundfile
 
 from serving.books.read import Book
+from serving.replacing import replacing
 
 if TYPE_CHECKING:
     from av.container.core import Chapter as Mark
@@ -25,8 +25,8 @@ MUXERS = {"aac": "ipod", "libopus": "matroska"}
 
 def join(book: Book, chapters: list[list[Path]], out: Path) -> float:
     """Write the files of all chapters into one, completely or not at all. Returns its seconds."""
-    codec, part = CODECS[out.suffix.lower()], out.with_name(f".{out.name}.part")
-    with av.open(part, "w", format=MUXERS[codec]) as container:
+    codec = CODECS[out.suffix.lower()]
+    with replacing(out) as part, av.open(part, "w", format=MUXERS[codec]) as container:
         container.metadata["title"] = book.title
         if book.author is not None:
             container.metadata["artist"] = book.author
@@ -34,7 +34,6 @@ def join(book: Book, chapters: list[list[Path]], out: Path) -> float:
         container.set_chapters(marks)
         stream = cast(av.AudioStream, container.add_stream(codec, rate=RATE_HZ, layout="mono"))
         _encode(container, stream, chapters)
-    os.replace(part, out)
     return marks[-1]["end"] / soundfile.info(chapters[0][0]).samplerate
 
 

@@ -81,6 +81,7 @@ class Dispatcher:
         self.promised: dict[str, str] = {}  # the replica of each request that is being routed
         self.homes = Homes()
         self.num_resent = 0
+        self.num_lost = 0  # engines of replicas that have left
 
     def route(self, ask: Ask) -> list[str]:
         """Return the replicas that a request may go to, the soonest first. Until it is sent, it counts as an
@@ -98,6 +99,11 @@ class Dispatcher:
         return ranked(ask, loads)
 
     # replicas
+
+    @property
+    def num_restarts(self) -> int:
+        """How many engines of replicas were lost."""
+        return self.num_lost + sum(link.num_restarts for link in self.links.values())
 
     def update(self, replicas: Mapping[str, Address]) -> None:
         """Connect to new replicas. One that is gone from the list keeps its open requests."""
@@ -120,7 +126,7 @@ class Dispatcher:
 
     async def _forget(self, name: str) -> None:
         log.info("replica left", name=name)
-        del self.links[name]
+        self.num_lost += self.links.pop(name).num_restarts
         task = self.running.pop(name)
         task.cancel()
         with suppress(asyncio.CancelledError):

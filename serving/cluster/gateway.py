@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from serving import protocol
 from serving.cluster.dispatch import Dispatcher
 from serving.gateway import Gateway
@@ -27,4 +29,6 @@ class ClusterGateway(Gateway):
     def figures(self) -> tuple[protocol.Message, ...]:
         links = self.dispatcher.links.items()
         replicas = {name: link.stats for name, link in links if link.stats is not None}
-        return (total(replicas),) if replicas else ()
+        if not replicas:
+            return ()
+        return (replace(total(replicas), engine_restarts=self.dispatcher.num_restarts),)

@@ -89,7 +89,7 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=EngineArguments)
     logs.configure("gateway")
     if arguments.parent_fd is not None:
-        exit_with_parent(arguments.parent_fd)
+        exit_with_parent(arguments.parent_fd, arguments.socket)
     address = arguments.settings.replicas.address
     try:
         deployment.join(address)

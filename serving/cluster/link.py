@@ -51,6 +51,12 @@ class Link(EngineClient):
         if isinstance(message, protocol.Stats):
             self.load.report(message.models)
 
+    def _lost(self) -> None:
+        before = self.num_restarts
+        super()._lost()
+        if self.is_draining:  # it was to end
+            self.num_restarts = before
+
     def drop_if_silent(self) -> None:
         """Close the connection of an engine that sends nothing any more, so that its requests end."""
         is_lost = self._status.state == "ready" and self.silent_s > LOST_S

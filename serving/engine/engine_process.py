@@ -63,7 +63,7 @@ def main() -> None:
     logs.configure("engine")
     sys.setswitchinterval(SWITCH_S)
     if arguments.parent_fd is not None:
-        exit_with_parent(arguments.parent_fd)
+        exit_with_parent(arguments.parent_fd, arguments.socket)
     bridge = Bridge()
     bridge.listen(arguments.socket)
 

@@ -279,7 +279,7 @@ def main() -> None:
     settings = arguments.settings
     logs.configure("http")
     if arguments.parent_fd is not None:
-        exit_with_parent(arguments.parent_fd)
+        exit_with_parent(arguments.parent_fd, arguments.socket)
     api_key = os.environ.get("ZOO_API_KEY") or None
     engine = EngineClient(arguments.socket)
     tracing = None

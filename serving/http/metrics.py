@@ -248,13 +248,13 @@ class EngineCollector(Collector):
         )
         build.add_metric([importlib.metadata.version("speechzoo"), platform.python_version()], 1)
         yield build
+        stats = self.engine.stats
         yield CounterMetricFamily(
             "zoo_engine_restarts",
-            "Times that the engine stopped and was started again.",
-            value=self.engine.num_restarts,
+            "Times that an engine stopped and was started again, those of replicas included.",
+            value=self.engine.num_restarts + (0 if stats is None else stats.engine_restarts),
         )
         yield from states_of(self.engine.states)
-        stats = self.engine.stats
         if stats is not None and stats.replicas:
             yield from with_replicas({name: figures_of(each) for name, each in stats.replicas.items()})
         elif stats is not None:

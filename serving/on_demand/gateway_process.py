@@ -26,7 +26,7 @@ from serving.on_demand.models import Models
 from serving.on_demand.process import EngineProcess
 from serving.on_demand.survey import Survey, SurveyedModel, decoder
 from serving.settings import EngineArguments, Settings
-from serving.supervisor import command, pipe
+from serving.supervisor import command, pipe, socket_directory
 
 
 def settings_of(settings: Settings, model: SurveyedModel) -> Settings:
@@ -45,16 +45,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, logs.VARIABLE: logs.form(), **colors}
 
 
-def starter(arguments: EngineArguments, parent_fd: int) -> Callable[[SurveyedModel], EngineProcess]:
-    """Return the function that makes the engine process of a model. Each has a socket of its own next to the
-    gateway's. The engines end with this process, because it holds the other end of the pipe `parent_fd`."""
-    folder = Path(arguments.socket).parent
+def starter(settings: Settings, folder: Path, parent_fd: int) -> Callable[[SurveyedModel], EngineProcess]:
+    """Return the function that makes the engine process of a model. Each has a socket of its own in `folder`.
+    The engines end with this process, because it holds the other end of the pipe `parent_fd`."""
     counter = itertools.count()
 
     def start(model: SurveyedModel) -> EngineProcess:
-        socket = str(folder / f"{os.getpid()}.{next(counter)}")
-        settings = settings_of(arguments.settings, model)
-        return EngineProcess(model.info.id, EngineArguments(settings, socket, parent_fd), environment())
+        socket = str(folder / f"{next(counter)}.sock")
+        arguments = EngineArguments(settings_of(settings, model), socket, parent_fd)
+        return EngineProcess(model.info.id, arguments, environment())
 
     return start
 
@@ -98,8 +97,8 @@ async def run(arguments: EngineArguments) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    with pipe() as (parent_fd, _):
-        models = models_of(arguments.settings, starter(arguments, parent_fd))
+    with socket_directory() as folder, pipe() as (parent_fd, _):
+        models = models_of(arguments.settings, starter(arguments.settings, Path(folder), parent_fd))
         gateway = OnDemandGateway(models)
         await gateway.listen(arguments.socket)
         telling = asyncio.create_task(gateway.tell_state())
@@ -131,7 +130,7 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=EngineArguments)
     logs.configure("gateway")
     if arguments.parent_fd is not None:
-        exit_with_parent(arguments.parent_fd)
+        exit_with_parent(arguments.parent_fd, arguments.socket)
     try:
         asyncio.run(run(arguments))
     except SurveyFailed as error:

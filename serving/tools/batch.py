@@ -37,6 +37,7 @@ from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
+from serving.replacing import replacing
 from zoo.request import MAX_GAP_S, Request
 from zoo.text.markdown import spoken
 from zoo.text.pronunciations import Lexicon, Pronunciation
@@ -216,10 +217,9 @@ class Results:
         return done
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file completely or not at all."""
-        part = self.directory / f".{name}.part"
-        part.write_bytes(data)
-        part.replace(self.directory / name)
+        """Write a file completely or not at all. Raises OSError."""
+        with replacing(self.directory / name) as part:
+            part.write_bytes(data)
 
     def add(self, result: dict[str, Any]) -> None:
         """Append a line to results.jsonl."""

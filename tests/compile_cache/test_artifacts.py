@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import gzip
 import json
 import os
@@ -46,6 +47,14 @@ def test_an_entry_is_made_once_and_found_after_that(place, capfd):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     assert [file.name for file in place.parent.iterdir() if file.is_dir()] == [place.name]
     assert place.stat().st_mode & 0o077 == 0 and capfd.readouterr().err == ""
+
+
+def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path / "variable"))
+    assert artifacts.root_directory() == tmp_path / "variable" / "compiled"
+    assert artifacts.root_directory(tmp_path / "flag") == tmp_path / "flag" / "compiled"
+    monkeypatch.setenv("ZOO_CACHE_DIR", "")
+    assert artifacts.root_directory() == Path.home() / ".cache" / "speechzoo" / "compiled"
 
 
 def test_a_cpu_has_an_entry_for_each_environment(monkeypatch):
@@ -197,13 +206,36 @@ def test_pruning_drops_old_entries_and_then_the_oldest_until_the_rest_fits(place
     assert names(store.stored(root)) == ["model-1"]
 
 
+def test_an_entry_that_is_read_is_not_old(place):
+    root = root_with(place, 100)
+    assert make(place.with_name("model-100")) and store.prune(root) == []
+
+
+def test_a_lock_that_prune_removed_is_taken_anew(place, monkeypatch):
+    place.parent.mkdir(parents=True)
+    lock = place.with_name(f".{place.name}.lock")
+    flock = fcntl.flock
+    removed = []
+
+    def removed_while_waiting(handle, operation):
+        flock(handle, operation)
+        if not removed:
+            lock.unlink()
+            removed.append(lock)
+
+    monkeypatch.setattr(artifacts.fcntl, "flock", removed_while_waiting)
+    with artifacts.locked(place, fcntl.LOCK_EX):
+        assert removed and lock.exists()  # otherwise another process could take it, too
+
+
 def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     root = root_with(place, 1, 2)
     os.truncate(place.with_name("model-2") / "step.saved", 1)
+    (place.with_name("model-1") / "planted.so").write_bytes(b"not listed")
     there = tmp_path / "there" / "compiled"
     assert len(store.export(root, tmp_path / "cache.tar")) == 1
     assert [name.name for name in store.take_in(there, tmp_path / "cache.tar")] == ["model-1"]
-    assert make(there / "torch" / "cpu" / "model-1")
+    assert not list(there.rglob("planted.so")) and make(there / "torch" / "cpu" / "model-1")
     assert store.take_in(there, tmp_path / "cache.tar") == []
     assert {path.name for path in there.iterdir()} == {"torch"}
 
@@ -238,6 +270,17 @@ def test_an_import_removes_what_a_killed_one_left(place, tmp_path):
     (there / ".import-killed" / "torch").mkdir(parents=True)
     store.take_in(there, tmp_path / "cache.tar")
     assert {path.name for path in there.iterdir()} == {"torch"}
+
+
+def test_a_tar_with_a_damaged_entry_is_refused(place, tmp_path):
+    make(place)
+    os.truncate(place / "step.saved", 1)
+    with tarfile.open(tmp_path / "cache.tar", "w") as tar:
+        tar.add(place, "torch/cpu/model-1234")
+    there = tmp_path / "there" / "compiled"
+    with pytest.raises(ValueError, match=r"model-1234, step\.saved has changed"):
+        store.take_in(there, tmp_path / "cache.tar")
+    assert store.stored(there) == []
 
 
 def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
@@ -308,6 +351,21 @@ def test_every_level_is_private_whatever_the_umask(place):
     assert all(level.stat().st_mode & 0o077 == 0 for level in (*levels(place), *place.rglob("*")))
 
 
+def test_a_file_that_is_added_is_private_whatever_the_umask(place):
+    make(place)
+    before = os.umask(0)
+    try:
+        with opened(place) as entry:
+            (entry.directory / "more.saved").write_bytes(b"more")
+            entry.add("more.saved")
+    finally:
+        os.umask(before)
+    assert artifacts.damage(place) is None and artifacts.listed_files(place).keys() >= {
+        "more.saved",
+        "step.saved",
+    }
+
+
 @pytest.mark.parametrize("name", ["", "a", "a/kernel.so", "step.saved", MANIFEST])
 @pytest.mark.parametrize("how", ["owned", "writable"])
 def test_an_entry_that_others_may_have_written_is_made_again(place, capfd, monkeypatch, name, how):
@@ -324,6 +382,14 @@ def test_a_cache_below_a_directory_of_others_is_refused(place, monkeypatch, how,
     make(place)
     given_to_others(levels(place)[level], how, monkeypatch)
     with pytest.raises(ValueError, match=f"cannot hold compiled code.*{levels(place)[level].name}"):
+        make(place)
+
+
+def test_a_cache_that_is_a_link_into_a_directory_of_others_is_refused(place, tmp_path, monkeypatch):
+    (tmp_path / "others" / "mine").mkdir(parents=True)
+    place.parents[2].symlink_to(tmp_path / "others" / "mine")
+    given_to_others(tmp_path / "others", "writable", monkeypatch)
+    with pytest.raises(ValueError, match=r"others may write to .*others"):
         make(place)
 
 

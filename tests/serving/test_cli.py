@@ -56,7 +56,7 @@ def test_help_does_not_wait_for_torch():
         [
             sys.executable,
             "-c",
-            "import sys, serving.__main__, serving.supervisor, serving.http.app; print('torch' in sys.modules)",
+            "import sys, serving.cli.run, serving.supervisor, serving.http.app; print('torch' in sys.modules)",
         ],
         capture_output=True,
         text=True,
@@ -64,6 +64,18 @@ def test_help_does_not_wait_for_torch():
         check=True,
     )
     assert imported.stdout == "False\n"  # importing torch would make it slow
+
+
+def test_an_interrupt_while_packages_are_imported_is_quiet(monkeypatch, zoo):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "serving.cli.run":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "serving.cli.run", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    done = zoo("--help")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(

@@ -251,13 +251,14 @@ def test_a_hangup_that_is_ignored_stays_ignored(start):
 
 
 @needs_proc
-def test_the_children_end_with_a_supervisor_that_is_killed():
+def test_the_children_end_with_a_supervisor_that_is_killed_and_remove_its_directory(tmp_path):
     script = f"""
-import asyncio, os, sys, tempfile
+import asyncio, os, sys
 from serving import supervisor
 from serving.settings import HTTPArguments, Security, Settings
 parent_fd, write_end = os.pipe()
-path = tempfile.mkdtemp() + "/engine.sock"
+directory = supervisor.socket_directory()
+path = directory.name + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
 arguments = HTTPArguments(Settings(), path, listener.fileno(), parent_fd)
 engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(parent_fd)]
@@ -266,16 +267,19 @@ engine = supervisor.Child("engine", engine, [parent_fd], dict(os.environ), is_pr
 http = supervisor.Child("HTTP process", http, [parent_fd, listener.fileno()], dict(os.environ), is_proven=True)
 asyncio.run(supervisor.run(engine, http, listener, path))
 """
-    process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)
+    env = ENV | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True)
     while "ready on" not in (line := process.stderr.readline()):
         assert line, "the server ended before it was ready"
     url = line.split()[-1]
     assert httpx.get(url + "/health").status_code == 200
+    assert len(list(tmp_path.glob("zoo-*/engine.sock"))) == 1
     process.kill()
     process.wait()
     assert process.stderr.read() is not None  # returns only when both children have closed stderr
     with pytest.raises(httpx.ConnectError):
         httpx.get(url + "/health")
+    assert not list(tmp_path.glob("zoo-*"))
     process.stderr.close()
 
 

@@ -24,6 +24,7 @@ import structlog
 from serving.books.manuscript import BOOK, PARTS, part_file
 from serving.http.objects import Error
 from serving.http.works.schemas import ChapterObject, State, WorkObject
+from serving.replacing import replacing
 
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories, while a work is added or removed
 FACTS, REQUEST = "work.json", "request.json"
@@ -89,12 +90,10 @@ class Work:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file completely or not at all. Raises OSError."""
-        part = self.directory / f".{name}.part"
-        with part.open("wb") as file:
+        with replacing(self.directory / name) as part, part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self.directory / name)
 
     def drop_parts(self) -> None:
         """Remove the speech of the parts, which the finished book contains. Raises OSError."""

@@ -344,6 +344,29 @@ def test_a_relay_lets_nobody_in_without_its_token(tmp_path, monkeypatch, token):
     asyncio.run(scene())
 
 
+def test_lost_engines_are_counted_and_replicas_that_were_to_end_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "LOOK_S", 0.01)
+    monkeypatch.setattr(engine_client, "RETRY_S", 0.01)
+
+    async def scene():
+        async with cluster(tmp_path, lost := FakeEngine(), ended := FakeEngine(), FakeEngine()) as dispatcher:
+            gateway = ClusterGateway(dispatcher, 3)
+            await until(lambda: all(link.stats is not None for link in dispatcher.links.values()))
+            assert gateway.figures()[0].engine_restarts == 0
+            lost.away()
+            await until(lambda: dispatcher.links["a"].status.state == "away")
+            await asyncio.sleep(0.1)  # the relay takes several connections meanwhile
+            dispatcher.links["b"].is_draining = True
+            ended.away()
+            await until(lambda: set(dispatcher.links) == {"a", "c"})
+            assert gateway.figures()[0].engine_restarts == 1
+            dispatcher.update({"c": dispatcher.links["c"].address})
+            await until(lambda: set(dispatcher.links) == {"c"})
+            assert gateway.figures()[0].engine_restarts == 1
+
+    asyncio.run(scene())
+
+
 def test_replicas_are_one_engine_to_the_http_process(tmp_path):
     async def scene():
         async with cluster(tmp_path, first := FakeEngine(), second := FakeEngine()) as dispatcher:

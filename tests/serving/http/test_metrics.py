@@ -8,6 +8,7 @@ import metrics
 import pytest
 from fake_engine import NUMBERS, STATS
 from http_server import Server, until
+from msgspec.structs import replace
 
 
 @pytest.fixture
@@ -176,7 +177,8 @@ def test_figures_of_replicas_have_a_label(server):
     """Each sample is there once, with the name of its replica."""
     from serving.totals import total
 
-    server.call(server.engine.tell, total({"a": STATS, "b": STATS}))
+    figures = replace(total({"a": STATS, "b": STATS}), engine_restarts=3)
+    server.call(server.engine.tell, figures)
     server.engine.is_awake = False
     until(lambda: 'zoo_pages{replica="a"}' in server.http.get("/metrics").text)
     lines = server.http.get("/metrics").text.splitlines()
@@ -190,3 +192,4 @@ def test_figures_of_replicas_have_a_label(server):
         assert [line.partition('replica="')[2][0] for line in found] == ["a", "b"], found
     assert sum(line == "# TYPE zoo_pages gauge" for line in lines) == 1
     assert sum(line.startswith("zoo_ready ") for line in lines) == 1
+    assert "zoo_engine_restarts_total 3.0" in lines  # of all replicas

@@ -226,6 +226,23 @@ def test_a_matroska_file_has_chapter_marks_too(tmp_path):
     check_marks(tmp_path / "b.mka", ["One", "Two"], [49_100 / 22_050 + 1, 1 + 1 / 22_050])
 
 
+def test_a_book_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
+    book = Book("The old man", None, (Chapter("One", "a"),))
+    soundfile.write(tmp_path / "a.flac", np.zeros(50_000, np.int16), 22_050)
+    before = sorted(tmp_path.iterdir())
+
+    def full(container, stream, chapters):
+        encode(container, stream, chapters)
+        assert (tmp_path / ".b.m4b.part").exists()
+        raise OSError(28, "No space left on device")
+
+    encode = join._encode
+    monkeypatch.setattr(join, "_encode", full)
+    with pytest.raises(OSError, match="No space left"):
+        join.join(book, [[tmp_path / "a.flac"]], tmp_path / "b.m4b")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def check_marks(out, titles, expected_s):
     with av.open(out) as file:
         marks = file.chapters()

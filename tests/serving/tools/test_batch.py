@@ -274,6 +274,18 @@ def test_a_full_disk_fails_each_item(run, monkeypatch):
     assert tally.failed == 3 and "No space left" in results(run.out.directory)["ben"]["error"]
 
 
+def test_a_file_that_does_not_fit_takes_no_room(tmp_path):
+    """Only a small disk is full; a limit on the size of a file fails in the same way."""
+    script = (
+        "import resource as r, signal; from pathlib import Path; from serving.tools.batch import Results\n"
+    )
+    script += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); r.setrlimit(r.RLIMIT_FSIZE, (1000, 1000))\n"
+    script += "Results(Path.cwd()).write('ben.wav', bytes(2000))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+    assert b"File too large" in done.stderr and not list(tmp_path.glob("*ben*"))
+
+
 def test_equal_items_have_equal_digests(tmp_path):
     (tmp_path / "a.wav").write_bytes(b"1")
     (tmp_path / "b.wav").write_bytes(b"1")
