@@ -131,11 +131,12 @@ class SlotPages:
         fresh = self.pages.take(len(lanes) + num_past)
         if fresh is None:
             return False
-        for lane, page in zip(lanes, fresh, strict=False):
+        for lane, page in zip(lanes, fresh, strict=False):  # the job's before a launch, as in `restore`
             job.pages.lanes[lane].append(page)
+        job.pages.past += fresh[len(lanes) :]
+        for lane in lanes:
             self.runner.set_pages(job.slot, lane, job.pages.lanes[lane])
         if num_past:
-            job.pages.past += fresh[len(lanes) :]
             self.runner.set_past(job.slot, job.pages.past)
         self.count(job)
         return True
