@@ -198,9 +198,12 @@ class SlotPages:
         self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
     def forget(self, job: Job) -> None:
-        """Let no later prompt find a job's pages: they may hold NaN."""
-        for pages in (*job.pages.lanes, job.pages.past):
-            self.pages.forget(pages)
+        """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given them
+        back."""
+        for lane in job.prompt.lanes:
+            self.pages.forget(self.salt, lane.prefix_keys, self.runner.page_tokens)
+        if self.past is not None:
+            self.past.forget(job.prompt)
 
     def give_back(self, job: Job) -> None:
         for pages in (*job.pages.lanes, job.pages.past):
