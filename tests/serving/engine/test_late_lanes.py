@@ -97,9 +97,20 @@ def test_each_pass_counts_its_own_text(monkeypatch):
     monkeypatch.setattr(
         model.expectations, "record_lead", lambda job: counts.append(len(job.written)) or record(job)
     )
-    [listener] = serve(served, {0: [guided(0, text="A sentence of some words. " * 8, max_frames=None)]})
+    request = guided(0, text="A sentence of some words. " * 8, max_frames=None)
+    [listener] = serve(served, {0: [request]})
+    agrees(listener, request)
     assert isinstance(listener.end, Finished)
     assert len(counts) > 1 and sum(counts) == listener.end.usage["text_tokens"]
+
+
+def test_a_character_does_not_go_on_in_the_next_pass():
+    """The frames of the whole answer are made in its first pass, which ends within a character."""
+    text = "The quick brown fox jumps over the lazy dog. Another one there. " * 2
+    options = {"cfg_scale": 0.7}
+    request = Request(text=text, seed=4398046511108, temperature=0.0, max_frames=10, options=options)
+    [listener] = serve(engine(), {0: [request]})
+    agrees(listener, request)
 
 
 def test_a_request_begins_with_pages_for_the_steps_before_its_first_frame():
