@@ -26,7 +26,6 @@ class Worker(Protocol):
     """The methods of a request's model that the engine calls (model_worker.py)."""
 
     family: Family[Any]
-    pages: Any
     queue: Any
     round: Any
     counters: Any

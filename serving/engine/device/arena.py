@@ -127,9 +127,9 @@ class Arena:
         return self.bytes.view(self.num_pages, -1)
 
     def hand_over(self, pages: Sequence[int], family: Family[Any]) -> None:
-        """Clear those of the pages that another dtype was written to, before the family writes to them. Its values
-        may be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not
-        hide a NaN."""
+        """Clear those of the pages that another dtype was written to, before the family writes to them. Its
+        values may be NaN in this one, and attention reads past a sequence's end with a weight of 0, which
+        does not hide a NaN."""
         foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
         if foreign:
             self.streams.lm.run(partial(self._clear, foreign))

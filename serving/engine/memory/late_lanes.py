@@ -2,7 +2,7 @@
 
     report names a step ──open──> pages ──prefill──> the second lane takes its first step there
                                    │ none are free
-                                   └──> paging finds some before the next launch, or pauses the slot (`try_again`)
+                                   └──> paging finds some before the next launch, or pauses the slot
 
 The positions of a second lane before its first step are the same for all requests, so slots share nearly all
 of its pages. A slot computes the last positions alone, and all that no earlier text was long enough to need.

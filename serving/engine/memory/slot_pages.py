@@ -198,8 +198,8 @@ class SlotPages:
         self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
     def forget(self, job: Job) -> None:
-        """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given them
-        back."""
+        """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given
+        them back."""
         for lane in job.prompt.lanes:
             self.pages.forget(self.salt, lane.prefix_keys, self.runner.page_tokens)
         if self.past is not None:
