@@ -9,13 +9,11 @@ from serving.histogram import Histogram
 
 @dataclass
 class ModelCounters:
-    """Of one model. queue_s: that admitted requests waited, added up. num_left_early: before their prompt was
-    made. num_short, num_long: passes whose speech is too short or too long for its text. num_not_finite:
-    requests that ended because of NaN or infinity. first_audio_s: of the last request that was first
-    heard."""
+    """Of one model. num_left_early: before their prompt was made. num_short, num_long: passes whose speech is
+    too short or too long for its text. num_not_finite: requests that ended because of NaN or infinity.
+    first_audio_s: of the last request that was first heard."""
 
     num_admitted: int = 0
-    queue_s: float = 0.0
     num_refused: int = 0
     num_left_early: int = 0
     num_short: int = 0
@@ -27,19 +25,4 @@ class ModelCounters:
 
     def admit(self, waited_s: float) -> None:
         self.num_admitted += 1
-        self.queue_s += waited_s
         self.queue_times.add(waited_s)
-
-
-@dataclass
-class IterationCounters:
-    """Counters of all models together."""
-
-    num: int = 0
-    took_s: float = 0.0
-    times: Histogram = field(default_factory=Histogram)
-
-    def add(self, took_s: float) -> None:
-        self.num += 1
-        self.took_s += took_s
-        self.times.add(took_s)

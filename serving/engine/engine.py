@@ -24,7 +24,6 @@ import torch
 from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine.composer import Composer
-from serving.engine.counters import IterationCounters
 from serving.engine.device import warmup
 from serving.engine.device.arena import Arena
 from serving.engine.device.runner import CODECS, Runner
@@ -40,6 +39,7 @@ from serving.engine.model_worker import ModelWorker, WorkerSettings
 from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.rounds import Rounds
 from serving.engine.stats import model_stats
+from serving.histogram import Histogram
 from serving.protocol import Listener
 from zoo.contract import Family
 from zoo.request import Request
@@ -142,7 +142,7 @@ class Engine:
         # A launch returns when it is done.
         is_synchronous = self.arena.device.type == "cpu" and not settings.report_lag
         self.rounds = Rounds(self.models.values(), clock, is_synchronous, self.lifecycle.take_in)
-        self.iterations = IterationCounters()
+        self.iteration_times = Histogram()
         self._warm_graphs: int | None = None  # that the process had compiled by then
 
     # any thread
@@ -237,9 +237,9 @@ class Engine:
             "pages_evicted": self.pages.evicted,
             "compiles_after_warmup": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
             "pauses": self.paging.num_pauses,
-            "turns": self.iterations.num,
-            "turn_s": self.iterations.took_s,
-            "turn_times": self.iterations.times,
+            "turns": sum(self.iteration_times.counts),
+            "turn_s": self.iteration_times.sum_s,
+            "turn_times": self.iteration_times,
             "resident_bytes": resident_bytes(),
             "reference_bytes": reference_bytes,
             "models": models,
@@ -277,7 +277,7 @@ class Engine:
         for job in finished:
             self.lifecycle.finish_pass(job)
         if models:
-            self.iterations.add(self.clock() - began_s)
+            self.iteration_times.add(self.clock() - began_s)
         for model in self.models.values():
             model.expectations.refresh()
         self.lifecycle.refuse_late()

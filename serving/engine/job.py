@@ -26,7 +26,6 @@ class Worker(Protocol):
     """The methods of a request's model that the engine calls (model_worker.py)."""
 
     family: Family[Any]
-    pages: Any
     queue: Any
     round: Any
     counters: Any
@@ -236,12 +235,11 @@ class Job:
     def write(self, token: int, num_ready: int, is_done: bool) -> None:
         """Record a text token that the model wrote (-1: none), and the frames before it.
 
-        A character is delivered once all its bytes are here, or no more come.
+        A character is delivered once all its bytes are here, or no more come in this pass.
         """
         if token >= 0:
             self.text_tokens += 1
             self.written.append((token, num_ready))
-        is_end = is_done and self.prompt.is_final
-        text = self.writing.more(self.model.family.detokenize(token) if token >= 0 else b"", is_end)
+        text = self.writing.more(self.model.family.detokenize(token) if token >= 0 else b"", is_done)
         if text:
             self.deliver(Text(text))

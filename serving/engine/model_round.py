@@ -133,7 +133,13 @@ class ModelRound:
             if opens:
                 for slot, step in zip(slots.tolist(), opens[0].tolist(), strict=True):
                     if step < NEVER:
-                        self.open_lane(self.running[slot], step)
+                        self._open_lane(self.running[slot], step)
+
+    def _open_lane(self, job: Job, step: int) -> None:
+        try:
+            self.open_lane(job, step)
+        except torch.OutOfMemoryError:
+            self.failing[job] = OUT_OF_MEMORY
 
     def _render(self) -> None:
         if len(self.renders) >= self.max_renders:

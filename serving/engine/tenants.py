@@ -23,7 +23,7 @@ class Tenants:
         """Begin the slot's next pass. Reports of earlier launches no longer find a tenant."""
         self.generation[slot] += 1
 
-    def leave(self, slot: int, give_back: Callable[[], None] = lambda: None) -> None:
+    def leave(self, slot: int, give_back: Callable[[], None]) -> None:
         self.renew(slot)
         self.leaving[slot] = give_back
         self.free_up()

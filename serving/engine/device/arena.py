@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,16 +126,17 @@ class Arena:
         """-> [P, bytes]"""
         return self.bytes.view(self.num_pages, -1)
 
-    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> list[int]:
-        """The family will write to these pages -> those to be cleared. Values of another dtype may
-        be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not hide
-        a NaN."""
+    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> None:
+        """Clear those of the pages that another dtype was written to, before the family writes to them. Its
+        values may be NaN in this one, and attention reads past a sequence's end with a weight of 0, which
+        does not hide a NaN."""
         foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
-        for page in pages:
+        if foreign:
+            self.streams.lm.run(partial(self._clear, foreign))
+        for page in pages:  # once they are cleared, for which the device may have too little memory
             self.dtypes[page] = family.dtype
-        return foreign
 
-    def clear(self, pages: Sequence[int]) -> None:
-        if pages:
-            at = to_device(torch.tensor(pages), self.device)
-            self.by_page.index_fill_(0, at, 0)
+    def _clear(self, pages: Sequence[int]) -> tuple[()]:
+        at = to_device(torch.tensor(pages), self.device)
+        self.by_page.index_fill_(0, at, 0)
+        return ()

@@ -2,7 +2,7 @@
 
     report names a step ──open──> pages ──prefill──> the second lane takes its first step there
                                    │ none are free
-                                   └──> the slot takes no step, until paging has found some (`try_again`)
+                                   └──> paging finds some before the next launch, or pauses the slot
 
 The positions of a second lane before its first step are the same for all requests, so slots share nearly all
 of its pages. A slot computes the last positions alone, and all that no earlier text was long enough to need.
@@ -26,7 +26,7 @@ class LateLanes:
     def open(self, job: Job, step: int) -> None:
         """Open a job's second lane, which takes its first step at `step`. Reports say so until it ends."""
         runner = self.pages.runner
-        if runner.table.opens_at[job.slot] < NEVER or job.opens_lane_at is not None:
+        if runner.table.opens_at[job.slot] < NEVER:
             return
         job.opens_lane_at = runner.length_at(job.slot, step)
         if job.pages.saved is None:
@@ -39,7 +39,6 @@ class LateLanes:
         slots = self.scheduler.slots
         has_next = self.pages.grow(job, int(slots.tape.num_ready[job.slot]) + 1)
         skip = self.pages.open_lane(job, job.opens_lane_at) if has_next else None
-        slots.lacks_lane[job.slot] = skip is None
         if skip is None:
             return False
         slots.open_lane(job.slot, 1, job.opens_lane_at, skip, self.scheduler.iteration)
@@ -47,5 +46,5 @@ class LateLanes:
         return True
 
     def short(self, jobs: Iterable[Job]) -> list[Job]:
-        """Return the jobs that wait for pages of their second lane, and hold those of the first one."""
-        return [job for job in jobs if job.opens_lane_at is not None and job.pages.saved is None]
+        """Return the jobs that wait for pages of their second lane."""
+        return [job for job in jobs if job.opens_lane_at is not None]

@@ -101,12 +101,14 @@ class Pages:
                 self._page_of[link] = page
                 self._link_of[page] = link
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """Remove held pages from the index. Those who hold them keep them."""
-        for page in pages:
-            assert self._references[page] > 0, f"page {page} is forgotten, but nobody holds it"
-            if (link := self._link_of.pop(page, None)) is not None:
-                del self._page_of[link]
+    def forget(self, salt: int, keys: Sequence[int], page_tokens: int) -> None:
+        """Remove a prompt's whole pages from the index. Requests that hold them keep them."""
+        for link in _chain(salt, keys, page_tokens, len(keys) // page_tokens):
+            if (page := self._page_of.pop(link, None)) is not None:
+                del self._link_of[page]
+                if page in self._cached:
+                    del self._cached[page]
+                    self._free.append(page)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Drop one reference on each. From the last page to the first, so that the end of a prefix is evicted

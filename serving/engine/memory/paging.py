@@ -33,7 +33,7 @@ from serving.engine.schedule.numbers import ADMIT_S, RESUME_AT_RISK_S, RESUME_MA
 
 class Paging:
     """Over all models. max_saved: pages whose contents may be kept on the host; 0: a request gets all that it
-    can ever need, and no stream is paused. fail: ends a job for whose copies the device has too little
+    can ever need, and no stream is paused. fail: ends a job for whose pages the device has too little
     memory."""
 
     def __init__(
@@ -99,8 +99,11 @@ class Paging:
         return [job for job in self.paused if job.model.has_use_for_pages(job)]
 
     def _grow(self, job: Job) -> None:
-        while job.slot >= 0 and job.pages.saved is None and not job.model.grow(job):
-            self._pause(self._holders()[0])
+        try:
+            while job.slot >= 0 and job.pages.saved is None and not job.model.grow(job):
+                self._pause(self._holders()[0])
+        except torch.OutOfMemoryError:
+            self.fail(job)
 
     def _resume(self, job: Job) -> bool:
         """Return whether a paused job has its pages again, if need be those of others, or has failed."""

@@ -54,6 +54,10 @@ class PastPages:
             self.pages.publish(self.salt, keys, 1, job.pages.past[: len(keys)])
         job.pages.num_past = 0
 
+    def forget(self, prompt: Prompt) -> None:
+        """Let no later prompt find the prompt's chunks."""
+        self.pages.forget(self.salt, self._keys(prompt), 1)
+
     def count(self, job: Job) -> None:
         """Record how many frames a job's pages have room for."""
         num_chunks = len(job.pages.past) // self.chunk_pages

@@ -131,11 +131,12 @@ class SlotPages:
         fresh = self.pages.take(len(lanes) + num_past)
         if fresh is None:
             return False
-        for lane, page in zip(lanes, fresh, strict=False):
+        for lane, page in zip(lanes, fresh, strict=False):  # the job's before a launch, as in `restore`
             job.pages.lanes[lane].append(page)
+        job.pages.past += fresh[len(lanes) :]
+        for lane in lanes:
             self.runner.set_pages(job.slot, lane, job.pages.lanes[lane])
         if num_past:
-            job.pages.past += fresh[len(lanes) :]
             self.runner.set_past(job.slot, job.pages.past)
         self.count(job)
         return True
@@ -197,9 +198,12 @@ class SlotPages:
         self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
     def forget(self, job: Job) -> None:
-        """Let no later prompt find a job's pages: they may hold NaN."""
-        for pages in (*job.pages.lanes, job.pages.past):
-            self.pages.forget(pages)
+        """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given
+        them back."""
+        for lane in job.prompt.lanes:
+            self.pages.forget(self.salt, lane.prefix_keys, self.runner.page_tokens)
+        if self.past is not None:
+            self.past.forget(job.prompt)
 
     def give_back(self, job: Job) -> None:
         for pages in (*job.pages.lanes, job.pages.past):

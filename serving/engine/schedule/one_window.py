@@ -41,7 +41,7 @@ class Deadlines:
     @classmethod
     def of(cls, now: Snapshot, is_due: np.ndarray) -> Deadlines:
         """Return those of slots whose windows do not follow from frame numbers alone."""
-        slots, tape, listener = now.slots, now.slots.tape, now.slots.listener
+        tape, listener = now.slots.tape, now.slots.listener
         is_asked = ~now.is_resting & ~listener.is_reproducible & ~listener.is_flexible
         is_whole = tape.is_done & (tape.num_rendered == tape.num_ready)
         # The next point of the grid; the first one is where the prompt's codes put it, or a whole stretch
@@ -59,7 +59,7 @@ class Deadlines:
             is_first=is_asked & ~now.is_heard & is_due,
             num_skipped=listener.num_skipped,
             is_due=is_due & ~listener.is_reproducible,
-            is_ending=tape.is_done | slots.is_starved,
+            is_ending=now.is_ending,
             has_newcomers=bool((is_asked & ~now.is_heard).any()),
         )
 

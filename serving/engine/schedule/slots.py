@@ -128,7 +128,6 @@ class Slots:
         self.is_occupied = np.zeros(num_slots, bool)
         self.is_decoding = np.zeros(num_slots, bool)
         self.lacks_pages = np.zeros(num_slots, bool)
-        self.lacks_lane = np.zeros(num_slots, bool)  # pages of a second lane that is to open
         self.steps_left = np.full(num_slots, UNBOUNDED)
         self.prompt = PromptRows(num_slots, lanes)
         self.tape = TapeRows(num_slots)
@@ -144,7 +143,7 @@ class Slots:
         self.is_occupied[slot] = True
         self.listener.num_skipped[slot] = 0
         self.is_decoding[slot] = (start == stop).all()
-        self.lacks_pages[slot] = self.lacks_lane[slot] = False
+        self.lacks_pages[slot] = False
         self.prompt.num_tokens[slot] = stop
         self.prompt.num_prefilled[slot] = start
         if not self.is_decoding[slot]:
@@ -161,7 +160,7 @@ class Slots:
 
     def close(self, slot: int) -> None:
         assert self.is_occupied[slot], f"slot {slot} is closed, but it is not in use"
-        for fact in (self.is_occupied, self.is_decoding, self.lacks_pages, self.lacks_lane):
+        for fact in (self.is_occupied, self.is_decoding, self.lacks_pages):
             fact[slot] = False
         self.prompt.queue.pop(slot, None)
         self.tape.close(slot)
@@ -191,6 +190,4 @@ class Slots:
 
     def stepping(self, is_flexible_time: bool) -> np.ndarray:
         """Return the slots that take a step now, ascending. [B]"""
-        return np.flatnonzero(
-            self.is_decoding & ~self.lacks_pages & ~self.lacks_lane & self.may_step(is_flexible_time)
-        )
+        return np.flatnonzero(self.is_decoding & ~self.lacks_pages & self.may_step(is_flexible_time))

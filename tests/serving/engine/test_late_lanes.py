@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from models import Clock, Listener, alone, family, requests, serve
 from toy_delay import MAX_TEXT
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.streams import AsyncCopy
 from serving.engine.engine import Engine, Finished
 from zoo.request import Request
 
@@ -87,6 +89,30 @@ def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speec
     assert usual[1] == 0 and usual[0] < model.pages.num_needed(next(LATE.passes(guided(0))))[0]
 
 
+def test_each_pass_counts_its_own_text(monkeypatch):
+    """Otherwise later passes would seem to begin late, and so would new requests."""
+    served, counts = engine(), list[int]()
+    [model] = served.models.values()
+    record = model.expectations.record_lead
+    monkeypatch.setattr(
+        model.expectations, "record_lead", lambda job: counts.append(len(job.written)) or record(job)
+    )
+    request = guided(0, text="A sentence of some words. " * 8, max_frames=None)
+    [listener] = serve(served, {0: [request]})
+    agrees(listener, request)
+    assert isinstance(listener.end, Finished)
+    assert len(counts) > 1 and sum(counts) == listener.end.usage["text_tokens"]
+
+
+def test_a_character_does_not_go_on_in_the_next_pass():
+    """The frames of the whole answer are made in its first pass, which ends within a character."""
+    text = "The quick brown fox jumps over the lazy dog. Another one there. " * 2
+    options = {"cfg_scale": 0.7}
+    request = Request(text=text, seed=4398046511108, temperature=0.0, max_frames=10, options=options)
+    [listener] = serve(engine(), {0: [request]})
+    agrees(listener, request)
+
+
 def test_a_request_begins_with_pages_for_the_steps_before_its_first_frame():
     [model] = engine().models.values()
     [asked] = requests("toy_late", 1)
@@ -97,9 +123,11 @@ def test_a_request_begins_with_pages_for_the_steps_before_its_first_frame():
     assert model.pages.num_needed(prompt, frames)[0] == num_pages + 1
 
 
-def test_only_open_lanes_take_steps(monkeypatch):
-    """The rows of a step are the slots, and the second lanes that are open."""
-    served, rows = engine(), []
+@pytest.mark.parametrize("swap_memory_bytes", [None, 0])
+def test_only_open_lanes_take_steps(swap_memory_bytes, monkeypatch):
+    """The rows of a step are the slots, and the second lanes that are open. Without swap memory, a slot has the
+    pages of both from the beginning."""
+    served, rows = engine(swap_memory_bytes=swap_memory_bytes), []
     [model] = served.models.values()
     step = model.runner.lowered.step
     monkeypatch.setattr(
@@ -181,3 +209,68 @@ def test_a_lane_that_was_to_open_while_its_slot_was_paused_opens_on_its_return()
     agrees(listener, second)
     pages.give_back(filled)
     assert filled and pages.free == pages.num_pages
+
+
+@LAGS
+@pytest.mark.parametrize("num_letters", range(1, PAGE_TOKENS + 1))
+def test_each_lane_has_a_page_for_its_step(report_lag, num_letters):
+    """A slot that returned from a pause has pages for one step, so its first lane may be full when the second one
+    opens. The second one has no page before, and none too many later."""
+    served, listener = engine(report_lag=report_lag), Listener()
+    [model] = served.models.values()
+    step, steps = model.runner.step, list[tuple[list[int], list[int]]]()
+
+    def counted(slots: np.ndarray) -> AsyncCopy:
+        steps.append(
+            (
+                model.runner.kv_lens[model.runner.sequences(np.array([job.slot]))].tolist(),
+                [len(pages) for pages in job.pages.lanes],
+            )
+        )
+        return step(slots)
+
+    model.runner.step = counted
+    request = guided(0, text="m" * num_letters, max_frames=3)
+    served.speak("paused", request, listener)
+    served.lifecycle.take_news()
+    served.lifecycle.admit()
+    [job] = model.running.values()
+    served.paging._pause(job)
+    while listener.end is None:
+        served.turn()
+    agrees(listener, request)
+    assert all(first < PAGE_TOKENS * num_pages for (first, _), (num_pages, _) in steps)
+    for (_, second), (_, num_pages) in steps:
+        assert num_pages == (-(-(second + 1) // PAGE_TOKENS) if second else 0)
+
+
+@LAGS
+def test_a_lane_that_takes_several_launches_opens_behind_all_of_them(report_lag):
+    """The report of the step before arrives meanwhile."""
+    served = engine(report_lag=report_lag)
+    [model] = served.models.values()
+    model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=8)
+    request = guided(0, text="The quick brown fox jumps over the lazy dog.")
+    agrees(run(served, request)[0], request)
+
+
+@pytest.mark.parametrize("turns", range(7, 13))
+def test_a_report_may_open_a_lane_while_its_slot_is_paused(turns, monkeypatch):
+    """It gets no page before its slot has pages again."""
+    served, listener = engine(max_slots=1, report_lag=1), Listener()
+    request = guided(0)
+    served.speak("paused", request, listener)
+    for _ in range(turns):
+        served.turn()
+    [model] = served.models.values()
+    [job] = model.running.values()
+    pages = model.pages.pages
+    served.paging._pause(job)
+    with monkeypatch.context() as patched:
+        patched.setattr(served.paging, "deal", lambda: None)
+        served.turn()
+    assert job.pages.num_held == 0
+    while listener.end is None:
+        served.turn()
+    agrees(listener, request)
+    assert pages.free == pages.num_pages

@@ -141,3 +141,27 @@ def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch
     failed, heard = serve(speaking, {0: [long], 40: [well]})
     assert failed.reason == "not_finite" and is_well(heard, name, well)
     assert speaking.pages.shared == 0
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_guided"])
+def test_later_requests_share_no_page_of_a_paused_request_that_failed(name, monkeypatch):
+    """It is paused while the report of NaN is in flight, so it holds no page when it fails."""
+    made = family(name)
+    long = Request(text="hm" * 30, seed=SICK, max_frames=9)
+    well = replace(long, seed=1)
+    assert alone(name, well)
+    sicken(made, monkeypatch)
+    speaking, failed = engine(made, report_lag=1), Listener()
+    speaking.speak("sick", long, failed)
+    speaking.turn()
+    [model] = speaking.models.values()
+    [job] = model.running.values()
+    assert model.round.launches
+    speaking.paging._pause(job)
+    with monkeypatch.context() as patched:
+        patched.setattr(speaking.paging, "deal", lambda: None)
+        speaking.turn()
+    assert failed.reason == "not_finite"
+    [heard] = serve(speaking, {0: [well]})
+    assert is_well(heard, name, well) and speaking.pages.shared == 0
+    assert speaking.pages.free == speaking.pages.num_pages

@@ -81,8 +81,8 @@ def failing_once(
     return failed
 
 
-def is_well(listener: Listener, request: Request) -> bool:
-    want = alone("toy", request).samples.numpy()
+def is_well(listener: Listener, request: Request, name: str = "toy") -> bool:
+    want = alone(name, request).samples.numpy()
     heard = listener.samples
     return listener.has_ended_well and len(heard) == len(want) and np.abs(heard - want).max(initial=0) < 1e-4
 
@@ -162,6 +162,35 @@ def test_a_growing_stream_whose_own_pause_does_not_fit_fails_alone(monkeypatch):
     ends = ["out_of_memory" if isinstance(one.end, Failed) else "whole" for one in heard]
     assert failed and sorted(ends) == ["out_of_memory", "whole", "whole", "whole"]
     assert room.engine.pages.free == room.engine.pages.num_pages
+
+
+@pytest.mark.parametrize("report_lag", [0, 1])
+@pytest.mark.parametrize("name", ["toy_guided", "toy_late"])
+def test_a_stream_whose_next_page_cannot_be_cleared_fails_alone(name, report_lag, monkeypatch):
+    """Another dtype was written to all free pages: a stream grows on both lanes at once, or its second lane opens
+    there. The page is cleared for the next stream."""
+    options = {"cfg_scale": 3.0}
+    asked = [Request(text="m" * 38, seed=seed, max_frames=30, options=options) for seed in range(4)]
+    engine = Engine(family(name), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
+    [model] = engine.models.values()
+    model.forecaster.lengths.mean = model.forecaster.lengths.deviation = 0.01
+    arena, rounds = engine.arena, engine.rounds.run
+    failed = failing_once(monkeypatch, arena, "_clear", lambda pages: True)
+
+    def after_others() -> Any:
+        """Let both streams begin before the free pages are NaN."""
+        for page in range(1, arena.num_pages):
+            if not failed and engine.pages._references[page] == 0:
+                arena.dtypes[page] = torch.bfloat16
+                arena.by_page[page] = 0xFF
+        return rounds()
+
+    monkeypatch.setattr(engine.rounds, "run", after_others)
+    heard = serve(engine, {0: asked[:2], 40: asked[2:]})
+    assert failed and [listener.reason for listener in heard].count("out_of_memory") == 1
+    for listener, request in zip(heard, asked, strict=True):
+        assert listener.reason == "out_of_memory" or is_well(listener, request, name)
+    assert engine.pages.free == engine.pages.num_pages and len(model.tenants.free) == 2
 
 
 def test_a_later_pass_that_does_not_fit_its_slot_fails_its_answer(monkeypatch):
