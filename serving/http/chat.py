@@ -49,6 +49,8 @@ def check(data: ChatRequest, model: Model) -> None:
     has_tools = data.tools or any(message.role == "tool" for message in data.messages)
     if has_tools and not model.takes_tools:
         raise refusal(400, f"model {model.id!r} takes no tools; leave tools out", "tools")
+    if data.max_tokens is not None and data.max_completion_tokens is not None:
+        raise refusal(400, "max_tokens and max_completion_tokens are the same; give one", "max_tokens")
     wants_audio = "audio" in (data.modalities or ())
     if wants_audio and data.audio is None:
         raise refusal(400, 'audio is missing: with modalities ["text", "audio"] it says the format', "audio")
@@ -117,7 +119,7 @@ class Chat(Speech):
         model: Model,
         given_id: str | None,
     ):
-        options = {} if data.max_completion_tokens is None else {"max_tokens": data.max_completion_tokens}
+        options = {} if data.most_tokens is None else {"max_tokens": data.most_tokens}
         choice = choice_of(data, model, server)
         super().__init__(server, speech_request(data), options, model, choice, given_id)
         self.fields.stop = stops_of(data)

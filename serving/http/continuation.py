@@ -49,7 +49,7 @@ class Continuation(Chat):
         self.fields.output = "continuation" if clip_in(data.messages[0]) else "text"
         if self.fields.output == "continuation":
             self.options.pop(LIMIT, None)
-            self.fields.max_frames = data.max_completion_tokens
+            self.fields.max_frames = data.most_tokens
 
     def client_field(self, param: str) -> str:
         return (FIELD | {"max_frames": "max_completion_tokens"}).get(param, param)

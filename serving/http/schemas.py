@@ -512,6 +512,12 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
         Meta(description="the most tokens of the answer, of text and audio together"),
     ] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        Meta(description="the older name of max_completion_tokens"),
+    ] = None
+    n: Annotated[Literal[1] | None, Meta(description="1: there is one answer")] = None
+    user: Annotated[Words | None, Meta(description="accepted and ignored")] = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Meta(max_length=4)] | None,
         Meta(description="up to 4 strings of 1 to 256 characters; the answer ends before the first of them"),
@@ -529,6 +535,10 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Annotated[
         Literal["auto", "none"] | None, Meta(description="auto (default): the model decides; none: no tools")
     ] = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 # Descriptions of fields, by route.

@@ -105,7 +105,7 @@ class PromptWriter:
         """values: the options, from `zoo.check.check`. said: what was spoken before in a voice that this text
         goes on in."""
         language = espeak_name(request)
-        given = {LANGUAGE: (float(LANGUAGES.index(language)),)}
+        given: dict[str, tuple[float, ...]] = {LANGUAGE: (float(LANGUAGES.index(language)),)}
         given |= {name: _values_of(name, values) for name in LEFT if not values[f"unconditional_{name}"]}
         alone = self.phonemize(request.text, language)
         if len(alone) > MAX_POSITIONS:

@@ -174,11 +174,22 @@ def test_special_tokens_in_a_text_are_text(client):
         (HELLO, {"audio": {"voice": "alloy", "format": "wav"}}, "modalities"),
         (HELLO, {**AUDIO, "stream": True}, "audio"),
         (HELLO, {"max_completion_tokens": 10_000}, "max_completion_tokens"),
+        (HELLO, {"max_tokens": 10, "max_completion_tokens": 10}, "max_tokens"),
+        (HELLO, {"n": 2}, "n"),
         (HELLO, {"logit_bias": {"1": 2}}, "logit_bias"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(client, messages, fields, param):
     assert refusal(client, messages, **fields).param == param
+
+
+def test_the_fields_of_older_clients_are_taken(client):
+    new, old = (
+        client.chat.completions.create(model="glm", messages=HELLO, seed=1, **fields)
+        for fields in ({"max_completion_tokens": 3}, {"max_tokens": 3, "n": 1, "user": "ann"})
+    )
+    assert new.usage == old.usage and new.usage.completion_tokens <= 3
+    assert new.choices[0].message == old.choices[0].message
 
 
 def test_the_speech_route_points_to_this_one(client):
