@@ -262,7 +262,7 @@ def _one_sequence(
     causal = key <= key[-new:, None]  # [L, n]
     groups = q.shape[1] // heads
     grouped = rearrange(q, "l (h g) d -> h (g l) d", h=heads)  # [Hkv, G * L, D]
-    # torch fuses a batch alone: without the first dimension it would write all scores
+    # torch fuses attention only if there is a dimension for the batch; otherwise it writes all scores
     mask = causal.repeat(groups, 1)
     out = F.scaled_dot_product_attention(grouped[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     return rearrange(out, "h (g l) d -> l (h g) d", l=new).contiguous()  # [L, H, D]

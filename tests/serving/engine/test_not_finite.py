@@ -129,14 +129,20 @@ def test_the_depth_decoder_is_looked_at(name, depth, monkeypatch):
     assert listener.reason == "not_finite"
 
 
-@pytest.mark.parametrize("name", ["toy", "toy_guided"])
-def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
-    """Otherwise one fault would end every request that begins alike, and the lane of guidance always does."""
+def sick_and_well(name, monkeypatch):
+    """Return a family, a request that gives NaN, and one that begins alike and does not."""
     made = family(name)
     long = Request(text="hm" * 30, seed=SICK, max_frames=9)
     well = replace(long, seed=1)
     assert alone(name, well)
     sicken(made, monkeypatch)
+    return made, long, well
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_guided"])
+def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
+    """Otherwise one fault would end every request that begins alike, and the lane of guidance always does."""
+    made, long, well = sick_and_well(name, monkeypatch)
     speaking = engine(made)
     failed, heard = serve(speaking, {0: [long], 40: [well]})
     assert failed.reason == "not_finite" and is_well(heard, name, well)
@@ -146,11 +152,7 @@ def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch
 @pytest.mark.parametrize("name", ["toy", "toy_guided"])
 def test_later_requests_share_no_page_of_a_paused_request_that_failed(name, monkeypatch):
     """It is paused while the report of NaN is in flight, so it holds no page when it fails."""
-    made = family(name)
-    long = Request(text="hm" * 30, seed=SICK, max_frames=9)
-    well = replace(long, seed=1)
-    assert alone(name, well)
-    sicken(made, monkeypatch)
+    made, long, well = sick_and_well(name, monkeypatch)
     speaking, failed = engine(made, report_lag=1), Listener()
     speaking.speak("sick", long, failed)
     speaking.turn()
