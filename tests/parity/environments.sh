@@ -48,7 +48,7 @@ environment csm transformers==5.23.0
 environment zonos transformers==5.23.0 torchaudio==2.11.0 phonemizer==3.3.0 espeakng-loader==0.2.4 inflect==7.6.0 \
     more-itertools==11.2.1 typeguard==4.6.0 jaraco.functools==4.6.0 joblib==1.6.0 cloudpickle==3.1.2 segments==2.4.0 csvw==4.1.1 \
     dlinfo==2.0.0 isodate==0.7.2 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 language-tags==1.3.2 rdflib==7.6.0 \
-    referencing==0.37.0 rfc3986==1.5.0 rpds-py==2026.9.1 termcolor==3.3.0 uritemplate==4.2.0
+    referencing==0.37.0 rfc3986==1.5.0 rpds-py==2026.9.1 termcolor==3.3.0 uritemplate==4.2.0 sudachipy==0.7.0 sudachidict-core==20261015 kanjize==1.6.1
 zonos=.venv-parity-zonos
 rm -f "$(site "$zonos")"/torchaudio/lib/*.so
 rm -rf "$zonos/zonos"

@@ -26,7 +26,17 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "zonos"
 MANIFESTS = HERE.parent / "manifests"
 SEED = 0
-PACKAGES = ("transformers", "torch", "torchaudio", "numpy", "phonemizer", "espeakng-loader", "inflect")
+PACKAGES = (
+    "transformers",
+    "torch",
+    "torchaudio",
+    "numpy",
+    "phonemizer",
+    "espeakng-loader",
+    "inflect",
+    "sudachidict-core",
+    "kanjize",
+)
 VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
 STORY = "The quick brown fox jumps over the lazy dog."
 STRIDE = 11  # of the stored samples
@@ -66,6 +76,9 @@ PHONEMES = (
     ("en-gb", "He said: \"It's 7:45, isn't it?\" — (yes) *no* a/b & c~d"),
     ("es", "¡Hola! ¿Qué tal? 3 euros."),
     ("en-us", "..."),
+    ("ja", "今日は2024年の12月です。東京タワーへ行きました!"),
+    ("ja", "ＡＢＣ、Hello world 3.5%"),  # noqa: RUF001
+    ("ja", "「彼女の声」は、1億2,345円？ ガガーリン…"),  # noqa: RUF001
 )
 NUMBERS = (
     "$5.20", "$1,000.50", "$0", "£3", "1,250", "1999", "2005", "2010", "1100", "3000", "3rd", "2.5", "1000001", "2000",

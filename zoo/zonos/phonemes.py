@@ -1,5 +1,5 @@
-"""Text to ids of phonemes: numbers in English words, then espeak-ng through phonemizer, then one id per
-character.
+"""Text to ids of phonemes: numbers in English words, or readings of Japanese; then espeak-ng through phonemizer;
+then one id per character.
 
     "It's 7:45." ─ numbers ─> "It's seven:forty-five." ─ espeak-ng ─> "ɪts sˈɛvən:fˈɔːɹɾifˈaɪv." ─> 2 65 76 ... 7 3
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from zoo.request import Request, RequestError
 from zoo.text.pieces import language_of
+from zoo.zonos.japanese import readings
 from zoo.zonos.spelling import spell
 
 EXTRA = "pip install -e '.[phonemes]'"
@@ -44,19 +45,14 @@ ur uz vi vi-vn-x-central vi-vn-x-south yue
 LANGUAGES = tuple(_LANGUAGES.split())
 # ISO codes that espeak-ng names otherwise.
 ALIASES = {"en": "en-us", "fr": "fr-fr", "zh": "cmn"}
-# The reference reads Japanese through Sudachi, which is not supported.
-UNSUPPORTED = ("ja",)
-SPOKEN = ("auto", *ALIASES, *(name for name in LANGUAGES if name not in UNSUPPORTED))
+JAPANESE = "ja"
+SPOKEN = ("auto", *ALIASES, *LANGUAGES)
 
 
 def espeak_name(request: Request) -> str:
-    """Return espeak-ng's name of a request's language. Without a language, the script decides. Raises
-    RequestError."""
+    """Return espeak-ng's name of a request's language. Without a language, the script decides."""
     name = language_of(request)
-    name = ALIASES.get(name, name)
-    if name in UNSUPPORTED:
-        raise RequestError("language", f"Zonos cannot read {name} here: its readings need Sudachi")
-    return name
+    return ALIASES.get(name, name)
 
 
 class Phonemizer:
@@ -78,11 +74,12 @@ class Phonemizer:
         return (BEGIN, *(ID_OF.get(symbol, UNKNOWN) for symbol in self.read(text, language)), FINISH)
 
     def read(self, text: str, language: str) -> str:
-        """Return the phonemes of a text, with its punctuation and with stress marks."""
+        """Return the phonemes of a text, with its punctuation and with stress marks. Raises RequestError."""
         with self.lock:
+            words = readings(text) if language == JAPANESE else spell(text)
             if language not in self.backends:
                 self.backends[language] = self._backend(language)
-            lines = self.backends[language].phonemize([spell(text)], strip=True)
+            lines = self.backends[language].phonemize([words], strip=True)
         return lines[0] if lines else ""
 
     def _backend(self, language: str) -> Any:

@@ -16,8 +16,9 @@ import zoo
 from serving.engine.engine import Engine
 from zoo.contract import View
 from zoo.request import AudioClip, Reference, Request, RequestError
-from zoo.zonos import demo, speaker
+from zoo.zonos import demo, japanese, speaker
 from zoo.zonos.config import CODEC_FOLDER, EMOTIONS
+from zoo.zonos.japanese import readings
 from zoo.zonos.phonemes import Phonemizer
 from zoo.zonos.prompt import EMOTION
 from zoo.zonos.spelling import spell
@@ -138,16 +139,28 @@ def test_only_the_proportions_of_the_emotions_count():
     assert one.prefix_keys == other.prefix_keys and torch.equal(one.inputs, other.inputs)
 
 
-def test_japanese_is_refused_and_a_script_without_a_language_decides():
-    ours = family("zonos")
-    with pytest.raises(RequestError, match="cannot read ja here"):
-        ours.prompt(Request(text="おはよう"))
-    with pytest.raises(RequestError, match="has no language 'ja'"):
-        ours.prompt(Request(text="a", language="ja"))
-    assert (
-        ours.prompt(Request(text="你好")).prefix_keys
-        == ours.prompt(Request(text="你好", language="cmn")).prefix_keys
-    )
+@pytest.mark.parametrize(("text", "language"), [("你好", "cmn"), ("おはよう", "ja")])
+def test_without_a_language_the_script_decides(text, language):
+    plain, named = (family("zonos").prompt(Request(text=text, language=name)) for name in (None, language))
+    assert plain.prefix_keys == named.prefix_keys
+
+
+def test_numbers_of_any_length_are_read_in_japanese():
+    assert readings("2024") == "ニセンニジュウヨン"
+    assert readings("9" * 72).startswith("キュウセンキュウヒャクキュウジュウキュウ")
+    assert readings("1" * 80).startswith("イチイチ")
+
+
+def test_japanese_without_its_packages_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sudachipy", None)
+    japanese.packages.cache_clear()
+    with pytest.raises(RequestError, match=r"sudachipy is not installed: pip install -e '.\[japanese\]'"):
+        family("zonos").prompt(Request(text="おはよう"))
+
+
+def test_japanese_that_sudachi_cannot_hold_is_refused():
+    with pytest.raises(RequestError, match="Sudachi reads 49149 at once"):
+        readings("あ" * 17_000)
 
 
 def test_both_lanes_and_all_voices_share_the_phonemes_of_a_text():
