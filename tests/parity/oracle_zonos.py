@@ -176,8 +176,9 @@ def likely() -> dict[str, torch.Tensor]:
         "recent": recent,
         "penalised": penalised[..., :1025].clone(),
     }
-    for i, (temperature, top_p, top_k, min_p) in enumerate(SETTINGS):
+    for i, (temperature, top_p, top_k, min_p, *unified) in enumerate(SETTINGS):
         probs = torch.softmax(penalised / temperature, -1)
+        probs = sampling.apply_unified(probs, *unified) if unified else probs
         probs = sampling.apply_top_p(probs, top_p) if top_p else probs
         probs = sampling.apply_top_k(probs, top_k) if top_k else probs
         probs = sampling.apply_min_p(probs, min_p) if min_p else probs
@@ -185,8 +186,16 @@ def likely() -> dict[str, torch.Tensor]:
     return tensors
 
 
-# temperature, top-p, top-k, min-p
-SETTINGS = ((1.0, 0.0, 0, 0.1), (0.7, 0.9, 50, 0.02), (1.3, 0.0, 5, 0.0), (1.0, 0.5, 0, 0.3))
+# temperature, top-p, top-k, min-p, and what the unified sampler takes: linear, conf, quad
+SETTINGS = (
+    (1.0, 0.0, 0, 0.1),
+    (0.7, 0.9, 50, 0.02),
+    (1.3, 0.0, 5, 0.0),
+    (1.0, 0.5, 0, 0.3),
+    (0.9, 0.8, 20, 0.0),
+    (1.0, 0.0, 0, 0.0, 0.5, 0.4, 0.0),
+    (0.8, 0.7, 30, 0.05, 0.3, -0.1, 0.2),
+)
 
 
 @torch.inference_mode()

@@ -22,12 +22,12 @@ from torch import Tensor
 import zoo
 from zoo.check import check
 from zoo.checkpoint.loading import published
-from zoo.nn.sampling import drop_unlikely, keep_likely
+from zoo.nn.sampling import keep_likely
 from zoo.request import AudioClip, Reference, Request
 from zoo.zonos import build, demo, speaker, weights
 from zoo.zonos.config import read_configs
-from zoo.zonos.model import penalise_recent
 from zoo.zonos.phonemes import LANGUAGES, Phonemizer
+from zoo.zonos.sampling import Settings, penalise_recent, weigh
 from zoo.zonos.spelling import spell
 
 HERE = Path(__file__).parent / "zonos"
@@ -155,18 +155,32 @@ def test_the_penalty_equals_the_reference():
     torch.testing.assert_close(ours, expected["penalised"], rtol=1e-6, atol=0)
 
 
-def test_the_probabilities_equal_the_reference():
-    """Temperature, top-p, top-k, min-p. The same codes are left, and their probabilities agree."""
+@pytest.mark.parametrize(
+    ("i", "temperature", "top_p", "top_k", "min_p", "unified"),
+    [
+        (0, 1.0, 1.0, 0, 0.1, (0, 0, 0)),
+        (1, 0.7, 0.9, 50, 0.02, (0, 0, 0)),
+        (2, 1.3, 1.0, 5, 0.0, (0, 0, 0)),
+        (3, 1.0, 0.5, 0, 0.3, (0, 0, 0)),
+        (4, 0.9, 0.8, 20, 0.0, (0, 0, 0)),
+        (5, 1.0, 1.0, 0, 0.0, (0.5, 0.4, 0.0)),
+        (6, 0.8, 0.7, 30, 0.05, (0.3, -0.1, 0.2)),
+    ],
+)
+def test_the_probabilities_equal_the_reference(i, temperature, top_p, top_k, min_p, unified):
+    """Temperature, unified sampler, top-p, top-k, min-p. The same codes are left, and their probabilities agree."""
     expected = found("likely")
-    logits = expected["penalised"][0, :2]
-    for i, (temperature, top_p, top_k, min_p) in enumerate(
-        ((1.0, 1.0, 0, 0.1), (0.7, 0.9, 50, 0.02), (1.3, 1.0, 5, 0.0), (1.0, 0.5, 0, 0.3))
-    ):
-        each = torch.ones(2)
-        kept = keep_likely(logits / temperature, (top_k * each).long(), top_p * each)
-        noise = drop_unlikely(torch.zeros_like(kept), logits, temperature * each, min_p * each)
-        probabilities = (kept + noise).softmax(-1)
-        torch.testing.assert_close(probabilities, expected[f"probabilities_{i}"], rtol=1e-5, atol=1e-7)
+    logits, each = expected["penalised"][0, :2], torch.ones(2)
+    how = Settings(
+        temperature * each,
+        (top_k * each).long(),
+        top_p * each,
+        min_p * each,
+        *(value * each for value in unified),
+    )
+    weighed, used, noise = weigh(logits, how, torch.zeros_like(logits))
+    kept = keep_likely(weighed / used[:, None], how.top_k, each) + noise
+    torch.testing.assert_close(kept.softmax(-1), expected[f"probabilities_{i}"], rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("frames", [1, 2, 30])

@@ -24,7 +24,7 @@ from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear, Tables
 from zoo.nn.narrow import dtype_of
 from zoo.nn.rope import rope_table
-from zoo.nn.sampling import draw, drop_unlikely, gumbel
+from zoo.nn.sampling import gumbel
 from zoo.nn.swiglu import FusedSwiGLU
 from zoo.request import Request
 from zoo.text.pieces import most_s
@@ -33,6 +33,7 @@ from zoo.zonos.conditioning import Prefix
 from zoo.zonos.config import BOOKS, CODES, DELAY, END, MASK, Config
 from zoo.zonos.delay import DelayState, columns, ramp
 from zoo.zonos.prompt import PromptWriter, Script
+from zoo.zonos.sampling import Settings, choose, penalise_recent
 from zoo.zonos.strategy import CONTEXT, STRATEGY
 
 IDS = CODES + 1  # that the heads know: codes and the end
@@ -87,6 +88,9 @@ class ZonosState(DelayState):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    linear: Tensor
+    conf: Tensor
+    quad: Tensor
     penalty: Tensor
     cfg_scale: Tensor
 
@@ -97,7 +101,8 @@ class ZonosState(DelayState):
         self.add("temperature")
         self.add("top_k", dtype=torch.int64)
         self.add("top_p", default=1)
-        self.add("min_p")
+        for name in ("min_p", "linear", "conf", "quad"):
+            self.add(name)
         self.add("penalty", default=1)
         self.add("cfg_scale", default=1)
 
@@ -152,8 +157,7 @@ class Zonos(Family[ZonosState]):
     def _slot(
         self, request: Request, values: dict[str, Any], script: Script, audio: Tensor
     ) -> dict[str, Any]:
-        names = ("temperature", "top_k", "top_p", "min_p", "cfg_scale")
-        slot = {name: values[name] for name in names}
+        slot = {name: values[name] for name in (*Settings._fields, "cfg_scale")}
         slot |= {"seed": request.seed, "penalty": values["recent_penalty"]}
         if len(script.codes) == 0:
             return slot
@@ -208,11 +212,17 @@ class Zonos(Family[ZonosState]):
         """Draw nine codes per slot independently and write each to its own frame (11.6 ms). h [2 B, D]."""
         logits = self.scores(state, slots, h).flatten(0, 1)  # [B K, V]
         noise = gumbel(state.seed[slots], state.steps[slots], range(BOOKS), IDS).flatten(0, 1)
-        settings = (state.temperature, state.top_k, state.top_p, state.min_p)
-        temperature, top_k, top_p, min_p = (repeat(value[slots], "b -> (b k)", k=BOOKS) for value in settings)
-        noise = drop_unlikely(noise, logits, temperature, min_p)
-        drawn = draw(logits, temperature, top_k, top_p, noise)
-        state.step(slots, drawn.unflatten(0, (-1, BOOKS)))
+        settings = (
+            state.temperature,
+            state.top_k,
+            state.top_p,
+            state.min_p,
+            state.linear,
+            state.conf,
+            state.quad,
+        )
+        how = Settings(*(repeat(value[slots], "b -> (b k)", k=BOOKS) for value in settings))
+        state.step(slots, choose(logits, how, noise).unflatten(0, (-1, BOOKS)))
 
     def narrow_codec(self, dtype: torch.dtype) -> None:
         self.codec.decoder.to_rows(dtype)
@@ -227,15 +237,3 @@ class Zonos(Family[ZonosState]):
         num_before = state.num_before[view.slots]
         samples = self.codec.decoder(codes, view.start + num_before, state.ready[view.slots] + num_before)
         return samples.float(), view.count * self.spec.frame_samples
-
-
-def penalise_recent(logits: Tensor, recent: tuple[Tensor, ...], penalty: Tensor) -> Tensor:
-    """Make the codes of recent columns less likely, once for each column that has them.
-
-    logits [B, K, V], each column [B, K], penalty [B]. Ids outside the head's vocabulary are ignored.
-    """
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    factor = torch.ones_like(logits)
-    for column in recent:
-        factor = torch.where(column[..., None] == ids, factor * penalty[:, None, None], factor)
-    return torch.where(logits <= 0, logits * factor, logits / factor)

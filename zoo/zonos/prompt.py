@@ -62,6 +62,9 @@ def options(config: Config) -> tuple[Option, ...]:
         Option("cfg_scale", float, "strength of guidance; 1 turns it off", GUIDANCE, (1, MAX_GUIDANCE)),
         *sampling_options(TEMPERATURE, TOP_K, TOP_P),
         Option("min_p", float, "drop codes less likely than this share of the likeliest; 0 keeps all", MIN_P, (0, 1)),
+        Option("linear", float, "unified sampler: high values make the speech less random; 0 turns the sampler off", 0.0, (0, 2)),
+        Option("conf", float, "unified sampler: low values make random codes more random", 0.0, (-2, 2)),
+        Option("quad", float, "unified sampler: high values make unlikely codes much less likely", 0.0, (-2, 2)),
         Option("recent_penalty", float, "how strongly to penalize the codes of the last two steps; 1 is off", PENALTY, (1, 10)),
         Option(SOUND_ONLY, bool, "clone only the voice of the reference, without continuing it", False),
     )  # fmt: skip

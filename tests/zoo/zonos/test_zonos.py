@@ -21,6 +21,7 @@ from zoo.zonos.config import CODEC_FOLDER, EMOTIONS
 from zoo.zonos.japanese import readings
 from zoo.zonos.phonemes import Phonemizer
 from zoo.zonos.prompt import EMOTION
+from zoo.zonos.sampling import Settings, unify
 from zoo.zonos.spelling import spell
 
 CLIP = AudioClip(np.sin(np.arange(8000) ** 1.5 / 30).astype(np.float32) / 4, 16_000)
@@ -234,3 +235,20 @@ def rendered(ours, state, cuts):
 def test_numbers_that_have_no_name_are_read_by_digit():
     assert spell("1" * 37) == " ".join(["one"] * 37)
     assert spell("$" + "9" * 5000).endswith("nine dollars")
+
+
+def test_the_unified_sampler_leaves_out_codes_that_may_not_follow():
+    """With a negative `quad` the reference makes them the likeliest."""
+    each = torch.ones(1)
+    how = Settings(each, 0 * each.long(), each, 0 * each, 0.5 * each, 0 * each, -0.5 * each)
+    logits, _ = unify(torch.tensor([[0.0, 1.0, -torch.inf]]), how)
+    assert logits.isfinite().tolist() == [[True, True, False]]
+
+
+def test_the_unified_sampler_is_off_without_linear_and_in_greedy_requests():
+    each, logits = torch.ones(2), torch.randn(2, 5)
+    how = Settings(
+        torch.tensor([0.7, 0.0]), 0 * each.long(), each, 0 * each, torch.tensor([0.0, 0.5]), each, each
+    )
+    same, temperature = unify(logits, how)
+    assert torch.equal(same, logits) and torch.equal(temperature, how.temperature)
