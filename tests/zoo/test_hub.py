@@ -18,6 +18,7 @@ from models import directory
 import zoo
 from zoo.hub import (
     IGNORED,
+    ORIGINAL,
     TRANSFORMERS_INDEX,
     local_directory,
     name_of,
@@ -74,6 +75,12 @@ def test_large_files_that_no_family_reads_are_not_fetched():
     )
     fetched = filter_repo_objects([*read, *unread], ignore_patterns=IGNORED)
     assert tuple(fetched) == read
+
+
+def test_recordings_of_voices_are_fetched():
+    """Of sesame/csm-1b, without the weights that it holds twice."""
+    voices = ["prompts/conversational_a.wav", "prompts/read_speech_d.wav"]
+    assert [*filter_repo_objects(voices, ignore_patterns=[*IGNORED, *ORIGINAL])] == voices
 
 
 def refused(model: str, message: str) -> None:
