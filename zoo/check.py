@@ -166,10 +166,9 @@ def _check_instructions(request: Request, spec: Spec, name: str) -> None:
     is_given = bool((request.instructions or "").strip(BLANK))
     if is_given and not {"instruct", "design"} & set(spec.modes):
         raise RequestError("instructions", f"{name} takes no instructions{_hint(spec, 'instructions')}")
-    if not is_given and spec.modes == ("design",) and request.output == "speech":
-        raise RequestError(
-            "instructions", f"instructions are needed: {name} makes a voice from a description of it"
-        )
+    if request.instructions is None and spec.modes == ("design",) and request.output == "speech":
+        needed = f"instructions are needed: {name} makes a voice from a description of it"
+        raise RequestError("instructions", f"{needed}; with empty ones it chooses the voice")
 
 
 def _check_references(request: Request, spec: Spec, name: str) -> None:

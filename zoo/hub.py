@@ -18,6 +18,13 @@ COPIES = [
     "flow.decoder.estimator.fp32.onnx",
     "speech_tokenizer_v2.batch.onnx",
 ]
+# Of a repository with several models, the files of the one that is read: those that its own class fetches.
+ONE_MODEL = {
+    "ResembleAI/chatterbox": [
+        *("t3_cfg.safetensors", "s3gen.safetensors", "ve.safetensors"),
+        *("tokenizer.json", "conds.pt"),
+    ]
+}
 IGNORED = [".gitattributes", "*.md", *IMAGES, *LEFTOVERS, *COPIES]  # files that no family reads
 # Some repositories hold the weights again under the original names. With this index they are not needed.
 TRANSFORMERS_INDEX = "transformers.safetensors.index.json"
@@ -106,11 +113,14 @@ def repository_of(model: str) -> str | None:
 
 
 def _fetched(repository: str, revision: str | None) -> Path:
-    """Download a repository, without weights that it holds twice, and return its directory. Raises
-    ValueError."""
+    """Download a repository, without weights that it holds twice or of other models, and return its directory.
+    Raises ValueError."""
     from huggingface_hub import errors, snapshot_download
 
     try:
+        if repository in ONE_MODEL:
+            files = ONE_MODEL[repository]
+            return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
         index = snapshot_download(repository, revision=revision, allow_patterns=[TRANSFORMERS_INDEX])
         twice = ORIGINAL if (Path(index) / TRANSFORMERS_INDEX).is_file() else []
         return Path(snapshot_download(repository, revision=revision, ignore_patterns=IGNORED + twice))

@@ -18,6 +18,8 @@ from models import directory
 import zoo
 from zoo.hub import (
     IGNORED,
+    ONE_MODEL,
+    ORIGINAL,
     TRANSFORMERS_INDEX,
     local_directory,
     name_of,
@@ -60,6 +62,27 @@ def test_weights_that_a_repository_holds_twice_are_fetched_once(monkeypatch, tmp
     assert asked == [{"allow_patterns": [TRANSFORMERS_INDEX]}, last]
 
 
+def test_of_a_repository_with_several_models_one_is_fetched(monkeypatch, tmp_path):
+    """ResembleAI/chatterbox has Chatterbox Multilingual, too: gigabytes that the English model never reads."""
+    asked = []
+
+    def snapshot_download(repository: str, *, revision: str | None, **patterns: list[str]) -> str:
+        asked.append((repository, revision, patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert local_directory("ResembleAI/chatterbox@v1") == tmp_path
+    files = ONE_MODEL["ResembleAI/chatterbox"]
+    assert asked == [("ResembleAI/chatterbox", "v1", {"allow_patterns": files})]
+
+
+def test_the_files_that_are_fetched_of_one_model_are_all_that_it_reads(tmp_path):
+    for name in ONE_MODEL["ResembleAI/chatterbox"]:
+        shutil.copy(directory("chatterbox", "tiny") / name, tmp_path / name)
+    spec = zoo.load(tmp_path, "cpu").spec
+    assert (spec.variant, spec.voices) == ("english", ("default",))
+
+
 def test_large_files_that_no_family_reads_are_not_fetched():
     """Their names are those of FunAudioLLM/CosyVoice2-0.5B, ResembleAI/chatterbox, and what a trainer saves."""
     read = ("llm.pt", "campplus.onnx", "CosyVoice-BlankEN/vocab.json", "t3_cfg.safetensors", "conds.pt")
@@ -74,6 +97,12 @@ def test_large_files_that_no_family_reads_are_not_fetched():
     )
     fetched = filter_repo_objects([*read, *unread], ignore_patterns=IGNORED)
     assert tuple(fetched) == read
+
+
+def test_recordings_of_voices_are_fetched():
+    """Of sesame/csm-1b, without the weights that it holds twice."""
+    voices = ["prompts/conversational_a.wav", "prompts/read_speech_d.wav"]
+    assert [*filter_repo_objects(voices, ignore_patterns=[*IGNORED, *ORIGINAL])] == voices
 
 
 def refused(model: str, message: str) -> None:

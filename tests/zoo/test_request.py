@@ -267,13 +267,8 @@ def test_instructions():
     check(Request(text="a", instructions=" \u200b"), PLAIN)  # blank instructions count as none
     check(Request(text="a", instructions="Sing."), replace(PLAIN, modes=("voice", "instruct")))
     check(Request(text="a", instructions="A child."), DESIGNS)
-    for words in (None, "", "\0"):
-        refused(
-            "instructions",
-            "^instructions are needed: Hum 1 makes a voice from",
-            instructions=words,
-            spec=DESIGNS,
-        )
+    check(Request(text="a", instructions=""), DESIGNS)
+    refused("instructions", "^instructions are needed: .* voice from .*; with empty ones it", spec=DESIGNS)
 
 
 def test_references():

@@ -22,9 +22,9 @@ NAME = "chatterbox"
 
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`: the file of the language model decides."""
-    from zoo.chatterbox.config import PACKS
+    from zoo.chatterbox.config import PACKS, T3_FILES
 
-    return any(path.glob(PACKS))
+    return any(path.glob(PACKS)) or any((path / name).exists() for name in T3_FILES)
 
 
 def load(
@@ -36,11 +36,10 @@ def load(
 
     from zoo.chatterbox import weights
     from zoo.chatterbox.clone import Cloner, read_voice
-    from zoo.chatterbox.config import open_first, open_s3gen, t3_file
+    from zoo.chatterbox.config import open_first, open_s3gen, open_t3
     from zoo.chatterbox.model import Chatterbox
     from zoo.chatterbox.prompt import PromptWriter
     from zoo.checkpoint import loading
-    from zoo.checkpoint.tensor_files import open_file
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -49,7 +48,7 @@ def load(
     t3, flow, vocoder, encoders = build(config)
     fp32 = torch.float32
 
-    file = weights.without(open_file(directory / t3_file(directory)), weights.UNREAD)
+    file = weights.without(open_t3(directory), weights.UNREAD)
     if config.is_turbo:
         file = weights.turned(file, weights.is_gpt2_matrix)
     loading.load_file(t3, weights.t3(config.t3), file, device, dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zoo.checkpoint.tensor_files import Header, TensorFile, open_file
+from zoo.checkpoint.tensor_files import Header, TensorFile, of_tensors, open_file, read_pickle
 from zoo.nn.llama import LlamaConfig, RopeScaling
 from zoo.nn.s3.sizes import MELS, NUM_CODES, FlowSizes, VocoderSizes, vocoder_sizes
 from zoo.nn.s3.tokenizer import S3Config
@@ -25,6 +25,7 @@ T3_FILES: dict[str, Kind] = {
     "t3_cfg.safetensors": "english",
     "t3_mtl23ls_v2.safetensors": "multilingual",
     "t3_mtl23ls_v3.safetensors": "multilingual",
+    "t3_cfg.pt": "english",  # of the first release, in fp16
 }
 TITLES = {
     "t3_turbo_v1.safetensors": "Chatterbox Turbo",
@@ -32,6 +33,7 @@ TITLES = {
     "t3_cfg.safetensors": "Chatterbox",
     "t3_mtl23ls_v2.safetensors": "Chatterbox Multilingual",
     "t3_mtl23ls_v3.safetensors": "Chatterbox Multilingual",
+    "t3_cfg.pt": "Chatterbox",
 }
 # Any other one is Multilingual tuned for one language, such as t3_pt_br.safetensors.
 PACKS = "t3_*.safetensors"
@@ -94,7 +96,7 @@ class Config:
     def read(cls, directory: Path) -> Config:
         """Read the headers of a directory's files. Raises ValueError that names the file and the tensor."""
         name = t3_file(directory)
-        t3 = Shapes.of(open_file(directory / name))
+        t3 = Shapes.of(open_t3(directory))
         s3gen = Shapes.of(open_s3gen(directory))
         config = cls(
             kind=T3_FILES.get(name, "multilingual"),
@@ -118,6 +120,17 @@ def t3_file(directory: Path) -> str:
     if packs := sorted(path.name for path in directory.glob(PACKS)):
         return packs[0]
     raise ValueError(f"{directory} has no language model; possible files: {', '.join(T3_FILES)}")
+
+
+def open_t3(directory: Path) -> TensorFile:
+    """Open the language model's file. A pickle may hold its tensors as {"model": [tensors]}. Raises ValueError."""
+    path = directory / t3_file(directory)
+    if path.suffix != ".pt":
+        return open_file(path)
+    content = read_pickle(path)
+    if isinstance(content, dict) and isinstance(content.get("model"), list) and content["model"]:
+        content = content["model"][0]
+    return of_tensors(path, content)
 
 
 def open_first(directory: Path, *names: str, hint: str = "") -> TensorFile:

@@ -79,13 +79,19 @@ def load(
 
 
 def load_file(
-    module: nn.Module, table: Table, file: TensorFile, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    table: Table,
+    file: TensorFile,
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: str | None = None,
 ) -> None:
     """Do the same as `load`, from an open file."""
     check(_expected(module, table), file.headers, file.path)
-    _keep_bf16(module, table, file.headers, dtype)
-    _allocate(module, table, device, dtype)
-    _fill(module, table, file.read, file.path)
+    wanted = {theirs: ours for theirs, ours in table.items() if not _is_in(ours, skip)}
+    _keep_bf16(module, wanted, file.headers, dtype)
+    _allocate(module, wanted, device, dtype)
+    _fill(module, wanted, file.read, file.path)
 
 
 def fill(

@@ -118,7 +118,11 @@ def _open_safetensors(path: Path) -> TensorFile:
 
 def _open_pickle(path: Path) -> TensorFile:
     """Open a pickle of tensors by name, at its root or under one of PICKLE_KEYS."""
-    tensors = read_pickle(path)
+    return of_tensors(path, read_pickle(path))
+
+
+def of_tensors(path: Path, tensors: Any) -> TensorFile:
+    """Return the tensors by name that a pickle holds at its root or under one of PICKLE_KEYS. Raises ValueError."""
     if isinstance(tensors, dict):
         tensors = next((tensors[key] for key in PICKLE_KEYS if key in tensors), tensors)
     if not isinstance(tensors, dict):

@@ -33,6 +33,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.csm.layouts import fill
     from zoo.csm.model import Csm
     from zoo.csm.prompt import PromptWriter
+    from zoo.csm.voices import read
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -42,7 +43,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     for module in (lm, codec):
         module.eval().requires_grad_(False)
     cloner = Cloner(Encoder(config.codec, config.rate_hz, files, device), codec)
-    writer = PromptWriter(config, directory, cloner)
+    writer = PromptWriter(config, directory, cloner, read(directory))
     return Csm(config, spec, lm, codec.decoder, writer).eval()
 
 
@@ -58,15 +59,16 @@ def build(config: Config) -> tuple[Lm, Codec]:
 
 
 def describe(directory: Path) -> tuple[Config, Spec]:
-    """Return Config and Spec. Only config.json is read. Raises ValueError."""
+    """Return Config and Spec. Only config.json is read, and the names of the voices' files. Raises ValueError."""
     import torch
 
     from zoo.checkpoint.json_files import read_json
     from zoo.contract import KV, Spec
     from zoo.csm.clone import MAX_REFERENCES, REFERENCE_S
     from zoo.csm.config import Config
-    from zoo.csm.prompt import HINTS, OPTIONS, PIECE_S, VOICE
+    from zoo.csm.prompt import HINTS, OPTIONS, PIECE_S
     from zoo.csm.strategy import WINDOW
+    from zoo.csm.voices import RANDOM, find
 
     config = Config.read(read_json(directory / "config.json"))
     stack = config.backbone
@@ -82,7 +84,7 @@ def describe(directory: Path) -> tuple[Config, Spec]:
         max_frames=config.max_positions - 1,
         max_positions=config.max_positions,
         window=WINDOW,
-        voices=(VOICE,),
+        voices=(RANDOM, *find(directory)),
         languages=("auto", "english"),
         modes=("voice", "clone"),
         reference_s=REFERENCE_S,

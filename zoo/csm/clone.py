@@ -8,15 +8,16 @@ The encoder's weights are read when the first clip comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.checkpoint import loading
-from zoo.checkpoint.tensor_files import Header, open_file
+from zoo.checkpoint.tensor_files import TensorFile, open_file
 from zoo.nn import mimi_encoder
 from zoo.nn.mimi import MimiConfig
 from zoo.request import AudioClip
@@ -31,17 +32,18 @@ DECODER_ONLY = ("decoder", "upsample")  # how the names begin that an encoder do
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """Where Mimi's tensors are: their headers, and the prefix of their names."""
+    """Where Mimi's tensors are: the files, the prefix of their names, and how a file is seen once it is open."""
 
-    headers: Mapping[str, Header]
-    prefix: str
+    paths: tuple[Path, ...]
+    prefix: str = ""
+    view: Callable[[TensorFile], TensorFile] = lambda file: file
 
     def read(self) -> dict[str, Tensor]:
         """Return the tensors that an encoder needs, by their names without the prefix."""
         tensors: dict[str, Tensor] = {}
         unneeded = tuple(self.prefix + name for name in DECODER_ONLY)
-        for path in dict.fromkeys(header.path for header in self.headers.values()):
-            file = open_file(path)
+        for path in self.paths:
+            file = self.view(open_file(path))
             for name in file.headers:
                 if name.startswith(self.prefix) and not name.startswith(unneeded):
                     tensors[name.removeprefix(self.prefix)] = file.read(name).float()
@@ -72,8 +74,7 @@ class Encoder:
             model = mimi_encoder.Encoder(self.config, self.rate_hz)
         if self.device.type != "meta":
             tensors, names = self.files.read(), mimi_encoder.encoder_names(self.config)
-            path = next(iter(self.files.headers.values())).path
-            loading.fill(model, names, tensors.__getitem__, self.device, path)
+            loading.fill(model, names, tensors.__getitem__, self.device, self.files.paths[0])
         return model.eval().requires_grad_(False)
 
 

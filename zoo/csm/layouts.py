@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zoo.checkpoint import loading
-from zoo.checkpoint.tensor_files import contents
-from zoo.csm import weights
+from zoo.checkpoint.tensor_files import contents, open_file
+from zoo.csm import moshi, weights
 from zoo.csm.clone import EncoderFiles
 from zoo.csm.config import Config
 from zoo.csm.model import Lm
@@ -43,17 +43,23 @@ def fill(
         table = weights.transformers(config, weights.check_copies(found))
         both = Checkpoint(lm, codec)
         loading.load(both, table, source, device, dtype, skip="codec.unread", fp32="codec")
-        headers = {name: header for name, header in found.items() if name.startswith(weights.CODEC)}
-        files = EncoderFiles(headers, weights.CODEC)
+        paths = [header.path for name, header in found.items() if name.startswith(weights.CODEC)]
+        files = EncoderFiles(tuple(dict.fromkeys(paths)), weights.CODEC)
     lm.prepare()
     codec.decoder.prepare()
     return files
 
 
 def _fill_codec(codec: weights.Codec, config: Config, directory: Path, device: torch.device) -> EncoderFiles:
+    table, of_moshi = weights.codec(config.codec), directory / moshi.FILE
+    if of_moshi.is_file():
+        view = partial(moshi.as_transformers, config.codec)
+        loading.load_file(codec, table, view(open_file(of_moshi)), device, torch.float32, skip="unread")
+        return EncoderFiles((of_moshi,), view=view)
     source = find_codec(directory)
-    loading.load(codec, weights.codec(config.codec), source, device, torch.float32, skip="unread")
-    return EncoderFiles(contents(source), "")
+    loading.load(codec, table, source, device, torch.float32, skip="unread")
+    paths = [header.path for header in contents(source).values()]
+    return EncoderFiles(tuple(dict.fromkeys(paths)))
 
 
 def find_codec(directory: Path) -> Path:

@@ -3,8 +3,8 @@
     segment     <begin> "[speaker]text" <end>  frames of its audio...  one frame of zeros
     new text    <begin> "[speaker]text" <end>                          the next position gives the first frame
 
-A request's context is its segments, in order: what its conversation has so far, or else its references; then
-its turns. Nothing separates them. The label and the text are tokenized as one string, and nothing is
+A request's context is its segments, in order: what its conversation has so far, or else its references or the
+recording of its voice; then its turns. Nothing separates them. The label and the text are tokenized as one string, and nothing is
 stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from torch import Tensor
 from zoo.contract import Said
 from zoo.csm.clone import Cloner
 from zoo.csm.config import Config
+from zoo.csm.voices import RANDOM
 from zoo.nn.keys import prefix_key
 from zoo.nn.llama_vocabulary import BEGIN, END
 from zoo.nn.plain_tokenizer import PlainTokenizer
-from zoo.request import BLANK, Option, Request, RequestError, Turn, sampling_options
+from zoo.request import BLANK, Option, Reference, Request, RequestError, Turn, sampling_options
 
 PIECE_S = 20.0
-VOICE = "random"
 MAX_SPEAKER = 999
 TEMPERATURE, TOP_K, TOP_P = 0.9, 50, 1.0  # for all codebooks; the defaults of both implementations
 OPTIONS = (
@@ -42,7 +42,7 @@ OPTIONS = (
     ),
 )
 HINTS = {
-    "voice": "it has no voices of its own; give a reference, or leave it out for a random voice",
+    "voice": "for another voice, give a reference; without a voice it speaks in a random one",
     "language": "it was trained on English",
     "instructions": "the voice and its mood follow from the references",
 }
@@ -70,12 +70,12 @@ class PromptWriter:
     """Turns a Request into a Script. Raises RequestError. Clips are encoded last, after everything else has
     been checked."""
 
-    def __init__(self, config: Config, directory: Path, cloner: Cloner):
+    def __init__(self, config: Config, directory: Path, cloner: Cloner, voices: Mapping[str, Reference]):
         path = directory / "tokenizer.json"
         self.tokenize = PlainTokenizer(path, (BEGIN, END), config.text_vocab, "Llama 3")
         self.max_tokens = config.max_positions
         self.codebooks = config.codebooks
-        self.cloner = cloner
+        self.cloner, self.voices = cloner, voices
 
     def __call__(
         self,
@@ -89,7 +89,7 @@ class PromptWriter:
         earlier segments come first, so the references are among them."""
         speaker = values["speaker"]
         text = self._text(speaker, request.text, "text")
-        references = () if has_context else request.references
+        references = () if has_context else self._references(request, speaker)
         told = [(_speaker(reference.speaker), reference.transcript or "") for reference in references]
         told += [_told(turn, speaker) for turn in request.turns]
         texts = [self._text(*who_and_what, "transcript") for who_and_what in told]
@@ -101,6 +101,11 @@ class PromptWriter:
             assert clip is not None, "_told refuses a turn without a clip"
             parts += [before, self.closed(self.cloner(clip))]
         return Script((*parts, text), len(text) - 2)  # without its begin and end
+
+    def _references(self, request: Request, speaker: int) -> tuple[Reference, ...]:
+        """Return the request's references, or the recording of its voice as a segment of its speaker."""
+        voice = self.voices.get((request.voice or RANDOM).lower())
+        return request.references if voice is None else (replace(voice, speaker=str(speaker)),)
 
     def closed(self, codes: Tensor) -> Tensor:
         """Return a segment's codes [F, K] with the frame of zeros that ends it."""

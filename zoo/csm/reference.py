@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import CsmForConditionalGeneration
+
+from zoo.csm.clone import REFERENCE_S
+from zoo.csm.voices import RANDOM, read
+from zoo.voices.references import mono
 
 NAME = "transformers 5.23"
 RATE_HZ = 24000
@@ -35,17 +40,15 @@ class Model:
         self.special = {token["content"]: token["id"] for token in content["added_tokens"]}
         plain = content | {"added_tokens": [], "post_processor": None}
         self.tokenizer = Tokenizer.from_str(json.dumps(plain))
+        self.voices = read(directory)
 
     def inputs(self, request: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return what `generate` reads: ids [1, T], and the clips, joined, with their ends."""
         ids: list[int] = []
         clips: list[np.ndarray] = []
-        for reference in request.get("references", ()):
-            clip = np.load(reference["clip"])
-            assert int(clip["rate_hz"]) == RATE_HZ, "the plain loop does not resample"
-            samples = clip["samples"].astype(np.float32)
+        for speaker, words, samples in self.segments(request):
             clips.append(np.pad(samples, (0, -len(samples) % self.frame_samples)))
-            ids += self.text(int(reference["speaker"] or 0), reference["transcript"])
+            ids += self.text(speaker, words)
             frames = len(clips[-1]) // self.frame_samples
             ids += [self.special[AUDIO]] * frames + [self.special[AUDIO_END]]
         ids += self.text(request["options"].get("speaker", 0), request["text"])
@@ -57,6 +60,18 @@ class Model:
             found["input_values"] = torch.from_numpy(np.concatenate(clips))[None, None]
             found["input_values_cutoffs"] = torch.tensor([np.cumsum([len(clip) for clip in clips]).tolist()])
         return found
+
+    def segments(self, request: dict[str, Any]) -> Iterator[tuple[int, str, np.ndarray]]:
+        """Yield speaker, words and samples [N] of the voice's recording, or else of each reference."""
+        voice = self.voices.get((request.get("voice") or RANDOM).lower())
+        if voice is not None:
+            samples = mono(voice.clip, RATE_HZ, REFERENCE_S)
+            yield request["options"].get("speaker", 0), voice.transcript or "", samples
+        for reference in request.get("references", ()):
+            clip = np.load(reference["clip"])
+            assert int(clip["rate_hz"]) == RATE_HZ, "the plain loop does not resample"
+            samples = clip["samples"].astype(np.float32)
+            yield int(reference["speaker"] or 0), reference["transcript"], samples
 
     def text(self, speaker: int, text: str) -> list[int]:
         words = self.tokenizer.encode(f"[{speaker}]{text}", add_special_tokens=False).ids

@@ -51,7 +51,8 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     config, codec_config, spec = describe(directory)
     has_head = weights.HEAD in contents(directory)
     if not has_head and not config.is_tied:
-        raise ValueError(f"{directory} has no {weights.HEAD}, and its config says tie_word_embeddings=false")
+        untied = "config.json does not set tie_word_embeddings to true"
+        raise ValueError(f"{directory} has no {weights.HEAD}, and {untied}: the model has no head")
     lm, codec = build(config, codec_config, has_head)
     loading.load(lm, weights.lm(config, has_head), directory, device, dtype)
     [path] = {header.path for header in contents(find_codec(directory)).values()}
@@ -80,19 +81,18 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
     import torch
 
     from zoo.contract import KV, Spec
-    from zoo.hub import published_name
     from zoo.orpheus.clone import MAX_REFERENCES, REFERENCE_S
-    from zoo.orpheus.config import SAMPLE_RATE_HZ, read_configs
-    from zoo.orpheus.prompt import HINTS, NO_VOICE, OPTIONS, PIECE_S, voices_of
+    from zoo.orpheus.config import NO_VOICE, SAMPLE_RATE_HZ, read_configs
+    from zoo.orpheus.prompt import HINTS, OPTIONS, PIECE_S, is_pretrained, voices_of
     from zoo.orpheus.strategy import WINDOW
     from zoo.orpheus.tokens import PLACES
 
     config, codec_config = read_configs(directory)
-    is_pretrained = "pretrain" in published_name(directory).lower()
+    clones = is_pretrained(config, directory)
     stack = config.stack
     spec = Spec(
         family=NAME,
-        variant="pretrained" if is_pretrained else "finetuned",
+        variant="pretrained" if clones else "finetuned",
         frame_shape=(PLACES,),
         frame_dtype=torch.int64,
         frame_samples=codec_config.frame_samples,
@@ -103,17 +103,17 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
         max_positions=config.max_positions,
         steps_per_frame=PLACES,
         window=WINDOW,
-        voices=(NO_VOICE,) if is_pretrained else (*voices_of(directory), NO_VOICE),
-        modes=("voice", "clone") if is_pretrained else ("voice",),
-        reference_s=REFERENCE_S if is_pretrained else None,
-        max_references=MAX_REFERENCES if is_pretrained else 1,
+        voices=(*voices_of(config, directory), NO_VOICE),
+        modes=("voice", "clone") if clones else ("voice",),
+        reference_s=REFERENCE_S if clones else None,
+        max_references=MAX_REFERENCES if clones else 1,
         needs_transcript=True,
         options=OPTIONS,
         hints=HINTS,
         name="Orpheus 3B",
         licence=LICENCE,
         piece_s=PIECE_S,
-        keeps_voice=is_pretrained,
+        keeps_voice=clones,
     )
     return config, codec_config, spec
 

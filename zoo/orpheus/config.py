@@ -13,8 +13,11 @@ from zoo.checkpoint.json_files import read_json
 from zoo.hub import codec_directory
 from zoo.nn.llama import LlamaConfig
 from zoo.orpheus.tokens import CODES, COLUMNS, NUM_MARKED
+from zoo.request import BLANK
 
 MODEL = "llama"
+VOICES = "voices"  # a key that no publisher writes: the voices of a fine-tune
+NO_VOICE = "default"  # the text alone
 SAMPLE_RATE_HZ = 24_000
 CONTEXT = 8192  # positions of a training sequence (the original's README); config.json has room for more
 CODEC_FOLDER = "snac_24khz"
@@ -85,6 +88,7 @@ class Config:
     num_words: int  # ids in front of the special tokens (see tokens.py)
     is_tied: bool
     max_positions: int
+    voices: tuple[str, ...] | None  # that a fine-tune names itself, as its prompts spell them
 
     @property
     def vocabulary(self) -> int:
@@ -93,14 +97,25 @@ class Config:
     @classmethod
     def read(cls, values: dict[str, Any]) -> Config:
         """Raises ValueError for what is missing or out of range."""
-        block = ConfigBlock(values).with_defaults({"tie_word_embeddings": True})
+        block = ConfigBlock(values).with_defaults({"tie_word_embeddings": False})  # Llama's default
         block.expect(model_type=MODEL)
         return cls(
             stack=LlamaConfig.read(block),
             num_words=block.integer("vocab_size", NUM_MARKED + 1, VOCABULARY[1]) - NUM_MARKED,
             is_tied=block.flag("tie_word_embeddings"),
             max_positions=min(block.integer("max_position_embeddings", 64, POSITIONS[1]), CONTEXT),
+            voices=_voices(block) if VOICES in values else None,
         )
+
+
+def _voices(block: ConfigBlock) -> tuple[str, ...]:
+    """Return the names in a list of voices, which may be empty. Raises ValueError."""
+    names = block.get(VOICES)
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.strip(BLANK) for name in names):
+        raise block.refuse(VOICES, "a list of names is possible")
+    if len({NO_VOICE, *(name.lower() for name in names)}) != len(names) + 1:
+        raise block.refuse(VOICES, f"names that differ from each other and from {NO_VOICE!r} are possible")
+    return tuple(names)
 
 
 def find_codec(directory: Path) -> Path:

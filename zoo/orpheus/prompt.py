@@ -19,7 +19,7 @@ from zoo.contract import Said
 from zoo.hub import published_name
 from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.orpheus.clone import Cloner
-from zoo.orpheus.config import Config
+from zoo.orpheus.config import NO_VOICE, Config
 from zoo.orpheus.tokens import (
     BEGIN_AI,
     BEGIN_HUMAN,
@@ -36,7 +36,6 @@ from zoo.orpheus.tokens import (
 from zoo.request import Option, Request, RequestError, sampling_options
 
 PIECE_S = 20.0  # longer texts degrade (the original's issues): they are split by sentence
-NO_VOICE = "default"  # the text alone
 # By what the directory's or the repository's name holds; nothing inside a checkpoint says its language.
 VOICES = {
     "fr": ("pierre", "amelie", "marie"),
@@ -87,11 +86,12 @@ class PromptWriter:
                 f"{path} has <custom_token_0> at {found}, not {expected}: this Llama is not Orpheus"
             )
         self.cloner = cloner
+        self.voices = {name.lower(): name for name in voices_of(config, directory)}
 
     def __call__(self, request: Request, said: Said | None = None) -> Script:
         """said: what was spoken before in a voice that this text goes on in."""
         voice = (request.voice or NO_VOICE).lower()
-        text = request.text if voice == NO_VOICE else f"{voice}: {request.text}"
+        text = request.text if voice == NO_VOICE else f"{self.voices[voice]}: {request.text}"
         tokens = self._tokens("text", text)
         ids: list[int] = []
         for reference in request.references:
@@ -128,8 +128,18 @@ class PromptWriter:
         return [self.num_words + mark for mark in marks]
 
 
-def voices_of(directory: Path) -> tuple[str, ...]:
-    """Return the voices of a fine-tuned checkpoint, by the language in its published name."""
+def is_pretrained(config: Config, directory: Path) -> bool:
+    """Return whether a checkpoint clones and has no voices: by its published name, unless it lists voices."""
+    return config.voices is None and "pretrain" in published_name(directory).lower()
+
+
+def voices_of(config: Config, directory: Path) -> tuple[str, ...]:
+    """Return the voices of a checkpoint: those that it lists, or those of the language in its published
+    name."""
+    if config.voices is not None:
+        return config.voices
+    if is_pretrained(config, directory):
+        return ()
     name = published_name(directory).lower()
     parts = name.replace("-", "_").split("_")
     for language, voices in VOICES.items():

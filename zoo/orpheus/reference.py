@@ -52,9 +52,13 @@ class Model:
             json.dumps(content | {"added_tokens": [], "post_processor": None})
         )
 
+        listed = json.loads((directory / "config.json").read_text()).get("voices") or ()
+        self.voices = {name.lower(): name for name in listed}
+
     def prompt(self, request: dict[str, Any]) -> list[int]:
-        voice = request.get("voice") or "default"
-        text = request["text"] if voice == "default" else f"{voice.lower()}: {request['text']}"
+        voice = (request.get("voice") or "default").lower()
+        spelled = self.voices.get(voice, voice)
+        text = request["text"] if voice == "default" else f"{spelled}: {request['text']}"
         ids: list[int] = []
         for reference in request.get("references", ()):
             clip = np.load(reference["clip"])

@@ -44,6 +44,7 @@ def load(
     from zoo.step_audio2.model import StepAudio2
     from zoo.step_audio2.prompt import PromptWriter
     from zoo.step_audio2.vocabulary import Vocabulary
+    from zoo.voices.recordings import read_clip
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -67,7 +68,7 @@ def load(
     loading.load_file(speaker, campplus(), files.open_speaker(folder), device, fp32)
     writer = PromptWriter(vocabulary, Ear(published.listener.eval(), device), config.lm.max_positions)
     cloner = voices.Cloner(tokenizer.eval(), speaker.eval(), device)
-    own = {name: voices.read(path) for name, path in voices.find(directory).items()}
+    own = {name: read_clip(path) for name, path in voices.find(directory).items()}
     family = StepAudio2(config, spec, published, flow, vocoder, writer, cloner, own)
     return family.eval().requires_grad_(False)
 

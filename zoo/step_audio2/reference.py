@@ -41,6 +41,7 @@ from zoo.step_audio2.config import FOLDER, TOKENIZER_FILE, Config
 from zoo.step_audio2.flow import fixed_noise
 from zoo.step_audio2.model import NOISE_STEP
 from zoo.step_audio2.prompt import PLAIN, ROLES, TRANSCRIBE
+from zoo.voices.recordings import read_clip
 
 NAME = "stepaudio2-minicpmo 0.1.1"
 SITE = Path(torchaudio.__file__).parents[1] / "stepaudio2"
@@ -357,7 +358,7 @@ class Model:
             found = np.load(request["references"][0]["clip"])
             return self.cloner(AudioClip(found["samples"], int(found["rate_hz"])))[1]
         name = (request["voice"] or next(iter(self.voices))).lower()
-        return self.cloner(voices.read(self.voices[name]))[1]
+        return self.cloner(read_clip(self.voices[name]))[1]
 
     def codes_of(self, tokens: list[int]) -> list[int]:
         codes = (token - self.lm.first_code for token in tokens)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import soundfile
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
 from zoo.nn.s3.sizes import LOOKAHEAD, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
-from zoo.request import AudioClip, recording_name
+from zoo.request import AudioClip
 from zoo.step_audio2.config import SPEECH_HZ
 from zoo.step_audio2.flow import Flow
 from zoo.step_audio2.past import MAX_PROMPT, Past, PromptCell
@@ -61,16 +60,6 @@ class FlowPrompt:
 def find(directory: Path) -> dict[str, Path]:
     """Return the files of the default voices by name."""
     return {path.stem.lower(): path for path in sorted((directory / FOLDER).glob(PATTERN))}
-
-
-def read(path: Path) -> AudioClip:
-    """Return the clip of a default voice, which is named so that it is not hashed again. Raises ValueError."""
-    try:
-        samples, rate_hz = soundfile.read(path, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    channels = samples.T.copy()
-    return AudioClip(channels, rate_hz, name=recording_name(channels, rate_hz))
 
 
 class Cloner:

@@ -94,6 +94,23 @@ def test_a_pack_for_one_language_is_multilingual(tmp_path):
     assert refusal(pack).endswith("ve.safetensors does not exist; take that of ResembleAI/chatterbox")
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_language_model_of_the_first_release_is_a_pickle(copy, wrapped):
+    """In fp16, and in some copies within a list under `model`."""
+    tensors = {name: value.half() for name, value in load_file(copy / "t3_cfg.safetensors").items()}
+    (copy / "t3_cfg.safetensors").unlink()
+    torch.save({"model": [tensors]} if wrapped else tensors, copy / "t3_cfg.pt")
+    loaded = zoo.load(copy, "cpu", "float32")
+    assert loaded.spec.variant == "english"
+    assert torch.equal(loaded.t3.codes.weight, tensors["speech_emb.weight"].float())
+
+
+def test_a_pickled_language_model_with_more_than_tensors_is_refused(copy):
+    (copy / "t3_cfg.safetensors").unlink()
+    torch.save({"model": [Path("x")]}, copy / "t3_cfg.pt")
+    assert "holds more than tensors" in refusal(copy)
+
+
 def test_a_missing_tensor_is_named(copy):
     changed(copy, S3GEN, **{"flow.encoder.after_norm.bias": None})
     assert "missing encoder.after_norm.bias" in refusal(copy)

@@ -6,10 +6,12 @@ import json
 import shutil
 import sys
 import types
+from unicodedata import normalize
 
 import pytest
 from models import directory, family
 
+from zoo.chatterbox import languages
 from zoo.chatterbox.languages import in_language
 from zoo.chatterbox.prompt import Gpt2Tokenizer, normalized
 from zoo.chatterbox.vocabulary import END_OF_TEXT
@@ -79,6 +81,18 @@ def test_a_missing_package_for_a_language_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pykakasi", None)
     with pytest.raises(RequestError, match="pip install pykakasi"):
         in_language("今", "ja", tmp_path)
+
+
+def test_japanese_is_spelled_in_kana(monkeypatch, tmp_path):
+    """Words with kanji become hiragana, behind a space if these begin with は or へ. Source: chatterbox at 5de7a54,
+    models/tokenizers/tokenizer.py, hiragana_normalize; the words are what pykakasi returns."""
+    words = {"橋": "はし", "は": "は", "カメラ": "かめら", "今日": "きょう", "が": "が"}
+    parts = [{"orig": original, "hira": hiragana} for original, hiragana in words.items()]
+    kakasi = types.SimpleNamespace(convert=lambda text: parts)
+    monkeypatch.setattr(languages, "_kakasi", lambda: kakasi)
+    assert in_language("橋はカメラ今日が", "ja", tmp_path) == "[ja]" + normalize(
+        "NFKD", " はしはカメラきょうが"
+    )
 
 
 def test_chinese_is_spelled_in_cangjie(monkeypatch, tmp_path):

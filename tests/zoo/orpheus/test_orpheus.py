@@ -177,7 +177,46 @@ def test_a_client_cannot_write_special_tokens():
 )
 @pytest.mark.parametrize("place", ["{}", "models--canopylabs--{}/snapshots/4a82f00d"])
 def test_the_published_name_says_the_language(tmp_path, name, voice, place):
-    assert voices_of(tmp_path / place.format(name))[0] == voice
+    path = demo.write_texts(tmp_path / "model")
+    config = Config.read(json.loads((path / "config.json").read_text()))
+    assert voices_of(config, tmp_path / place.format(name))[0] == voice
+
+
+def with_config(path, **changes):
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
+    return path
+
+
+def fine_tuned(tmp_path, voices):
+    """A checkpoint of a fine-tune that lists its voices."""
+    return with_config(demo.write_texts(tmp_path / "mine-pretrained-de"), voices=voices)
+
+
+def test_a_fine_tune_lists_its_voices_and_their_spelling(tmp_path):
+    path = fine_tuned(tmp_path, ["Anna", "bert"])
+    config, _, spec = zoo.families()["orpheus"].describe(path)
+    assert (spec.voices, spec.modes, spec.variant) == (("Anna", "bert", "default"), ("voice",), "finetuned")
+    write = PromptWriter(config, path, lambda clip: clip)
+    inner = [write(Request(text="Hi.", voice=voice)).ids[2:-4] for voice in ("anna", "Anna", "BERT")]
+    texts = ("Anna: Hi.", "Anna: Hi.", "bert: Hi.")
+    assert [list(ids) for ids in inner] == [write.tokenize(text) for text in texts]
+
+
+def test_a_fine_tune_may_have_no_voices(tmp_path):
+    path = fine_tuned(tmp_path, [])
+    config, _, spec = zoo.families()["orpheus"].describe(path)
+    assert spec.voices == ("default",) and spec.reference_s is None
+    write = PromptWriter(config, path, lambda clip: clip)
+    assert list(write(Request(text="Hi.")).ids[2:-4]) == write.tokenize("Hi.")
+
+
+@pytest.mark.parametrize("voices", ["anna", [1], [" "], ["anna", "Anna"], ["Default"], None])
+def test_a_list_of_voices_that_cannot_be_is_refused(tmp_path, voices):
+    with pytest.raises(ValueError, match=r"config\.json: the root has voices=.* possible"):
+        zoo.families()["orpheus"].describe(fine_tuned(tmp_path, voices))
 
 
 def test_a_pretrained_checkpoint_in_the_hubs_cache_takes_references(tmp_path):
@@ -239,11 +278,22 @@ def test_the_codec_may_lie_next_to_the_model(tmp_path):
 def test_a_head_of_its_own_is_kept_and_a_copy_is_not(tmp_path):
     copied = zoo.load(demo.write(tmp_path / "copy", has_head=True, dtype=torch.float32), "cpu", "float32")
     assert copied.lm.head.weight is copied.lm.embedding.weight
-    untied = demo.write(tmp_path / "untied", tie_word_embeddings=False, dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"no lm_head\.weight, and its config says tie_word_embeddings=false"
-    ):
+
+
+@pytest.mark.parametrize("is_tied", [False, ...])
+def test_a_head_is_tied_only_if_the_config_says_so_as_in_transformers(tmp_path, is_tied):
+    """Without the entry a Llama is not tied. transformers would make a random head."""
+    untied = demo.write(tmp_path / "untied", dtype=torch.float32)
+    with_config(untied, tie_word_embeddings=is_tied)
+    with pytest.raises(ValueError, match=r"no lm_head\.weight, and config\.json does not set tie_word_emb"):
         zoo.load(untied, "cpu", "float32")
+
+
+def test_a_stored_head_needs_no_entry_in_the_config(tmp_path):
+    path = with_config(
+        demo.write(tmp_path / "copy", has_head=True, dtype=torch.float32), tie_word_embeddings=...
+    )
+    assert zoo.load(path, "cpu", "float32").lm.head is not None
 
 
 def test_a_wider_demo_keeps_to_the_places_too(tmp_path):

@@ -143,6 +143,14 @@ def test_a_designed_voice_has_no_voice_position_and_reads_all_text_first():
     assert pairs == (*((token, -1) for token in instruction), *prefix, *body)
 
 
+def test_empty_instructions_are_no_rows_of_the_prompt():
+    """Source: QwenLM/Qwen3-TTS, generate_voice_design: the ids of empty instructions are None."""
+    instruction = len(TOKENIZE("user\nA slow old man.")) + 2 + len(TOKENIZE("\n"))
+    assert (
+        write(DESIGN, replace(DESIGNED, instructions="")).pairs == write(DESIGN, DESIGNED).pairs[instruction:]
+    )
+
+
 def test_inputs_of_a_reference_are_sums_of_rows():
     """The speaker vector, and the sum of a frame's code embeddings, are each added to a text row."""
     script, prompt, talker = write(BASE, ICL), BASE.prompt(ICL), BASE.talker
@@ -239,7 +247,7 @@ def test_keys_are_equal_exactly_when_inputs_are():
         (BASE, replace(ICL, options={"x_vector_only_mode": 1}), "x_vector_only_mode", "is 1; possible: "),
         (
             DESIGN,
-            replace(DESIGNED, instructions=" "),
+            replace(DESIGNED, instructions=None),
             "instructions",
             "are needed: .* makes a voice from a description of it",
         ),
