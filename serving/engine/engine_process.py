@@ -27,7 +27,6 @@ from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.disk_full import REFUSED, one_line_if_full
 from serving.engine.engine import Engine
 from serving.engine.loading import load, placement, sizes
-from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.exit_with_parent import exit_with_parent
 from serving.settings import EngineArguments
@@ -59,7 +58,8 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
 
 def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=EngineArguments)
-    options = Options.of(arguments)
+    settings = arguments.settings
+    how = settings.model
     logs.configure("engine")
     sys.setswitchinterval(SWITCH_S)
     if arguments.parent_fd is not None:
@@ -71,40 +71,38 @@ def main() -> None:
         bridge.tell(protocol.Status(state, progress, detail))
 
     try:
-        max_slots, kv_memory_bytes = sizes(options)
-        devices = placement(options, max_slots, kv_memory_bytes)
+        max_slots, kv_memory_bytes = sizes(settings)
+        devices = placement(settings, max_slots, kv_memory_bytes)
         told = partial(tell, "loading")
-        families = load(options.models, options.device, options.dtype, told, devices, options.chunked)
+        families = load(settings.models, how.device, how.dtype, told, devices, how.chunked)
         # The hooks that copy a layer change its tensors, which a graph would hold.
-        is_compiled = options.compile and not devices
+        is_compiled = how.compile and not devices
         for name, family in families.items():
             if family.spec.licence:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         with one_line_if_full():
-            prepare_for_host(
-                *families.values(), compile=is_compiled, weights=options.weights, depth=options.depth
-            )
+            prepare_for_host(*families.values(), compile=is_compiled, weights=how.weights, depth=how.depth)
         engine = Engine(
             families,
             max_slots=max_slots,
             kv_memory_bytes=kv_memory_bytes,
-            swap_memory_bytes=options.swap_memory_bytes,
-            policy=options.policy,
-            report_lag=None if options.run_async else 0,
-            max_waiting=options.max_waiting,
-            reference_memory_bytes=options.reference_memory_bytes,
-            max_ttfa_s=options.max_ttfa_s,
-            max_unread_s=options.max_unread_s,
-            max_stall_s=options.max_stall_s,
+            swap_memory_bytes=settings.memory.swap_memory_bytes,
+            policy=settings.latency.policy,
+            report_lag=None if settings.latency.run_async else 0,
+            max_waiting=settings.limits.waiting,
+            reference_memory_bytes=settings.memory.reference_memory_bytes,
+            max_ttfa_s=settings.latency.max_ttfa_s,
+            max_unread_s=settings.limits.unread_s,
+            max_stall_s=settings.limits.stall_s,
             compile=is_compiled,
-            is_deterministic=options.deterministic,
-            codec=options.codec,
-            attention=options.attention,
+            is_deterministic=how.deterministic,
+            codec=how.codec,
+            attention=how.attention,
         )
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
-    if options.warm:
+    if how.warm:
         # The first recording would import them, and stop the steps of all listeners for up to two seconds.
         for package in {package for family in families.values() for package in family.encoder_packages}:
             importlib.import_module(package)
