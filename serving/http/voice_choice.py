@@ -183,7 +183,7 @@ def recording_field(request: SpeechRequest) -> str:
 
 
 def check_recordings(num: int, request: SpeechRequest, voice: str | None, model: Model) -> None:
-    """Check that a model takes so many recordings, and that no voice is named next to them. Raises the
+    """Check that a model takes `num` recordings, and that the request names no voice next to them. Raises the
     refusal."""
     param = recording_field(request)
     if model.reference_s is None:

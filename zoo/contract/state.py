@@ -1,4 +1,4 @@
-"""What a launch reads and writes: the rows of all slots, and the addresses of one launch."""
+"""The tensors that a launch reads and writes: the rows of all slots, and the addresses of one launch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class State:
 
     @property
     def spare(self) -> int:
-        """The last row. It is no attribute, since a graph would then hold for one number of slots."""
+        """The last row. As an attribute it would limit a graph to one number of slots."""
         return len(self.ready) - 1
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:

@@ -31,7 +31,7 @@ DECODER_ONLY = ("decoder", "upsample")  # how the names begin that an encoder do
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """Where Mimi's tensors are: their headers, and the prefix of their names."""
+    """The headers of Mimi's tensors, and the prefix of their names."""
 
     headers: Mapping[str, Header]
     prefix: str

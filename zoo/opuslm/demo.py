@@ -76,7 +76,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def _tokens(clusters: int, codes: int, words: int) -> tuple[list[str], dict[str, list[int]]]:
-    """Return token_list and token_bias, for so many clusters, codes of a codebook, and words."""
+    """Return token_list and token_bias for these numbers of clusters, codes of a codebook, and words."""
     blocks = {
         "special_token": [MARKED.get(i, f"<unused_token_{i}>") for i in range(NUM_MARKED)],
         "ssl": [f"<ssl_code{i + 1}>" for i in range(clusters)],

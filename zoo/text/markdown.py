@@ -1,4 +1,4 @@
-"""What of a Markdown text is spoken: its words, without marks, addresses, emoji and blocks of code.
+"""The spoken part of a Markdown text: its words, without marks, addresses, emoji and blocks of code.
 
     "# News\n\nSee [the *docs*](https://a.b) 🎉\n\n```sh\nls\n```" ─> "News.\nSee the docs"
 

@@ -5,8 +5,8 @@ speed measurements.
     write("mid", "mid")      # 160 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes, 4 GB
 
-A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in folders of
-their own, in fp32 whatever the model's dtype is.
+A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in separate
+folders, and are in fp32 for any dtype of the model.
 """
 
 from __future__ import annotations
