@@ -1,7 +1,7 @@
 """A device's streams of work, and the copies that come back.
 
     lm        prompts into pages, steps; the report of a step
-    renders   windows to samples, beside the steps
+    renders   windows to samples, next to the steps
     prompts   requests to prompts, beside both
 
 Work on one stream is done in the order it is given in. Work on two streams is ordered by the host, which
