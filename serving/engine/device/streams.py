@@ -2,7 +2,7 @@
 
     lm        prompts into pages, steps; the report of a step
     renders   windows to samples, next to the steps
-    prompts   requests to prompts, beside both
+    prompts   requests to prompts, next to both
 
 Work on one stream is done in the order it is given in. Work on two streams is ordered by the host, which
 reads the first result before it launches the second, or by an event.
