@@ -131,14 +131,8 @@ class Orpheus(Family[OrpheusState]):
 
     # host, off the loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, said)
         ids = torch.tensor(script.ids)
@@ -154,6 +148,9 @@ class Orpheus(Family[OrpheusState]):
             slot=self._slot(request, values, max_frames, seen),
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(ids)},
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     def _slot(
         self, request: Request, values: dict[str, Any], max_frames: int, seen: Tensor
