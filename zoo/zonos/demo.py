@@ -115,9 +115,6 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 MODEL_RULES: tuple[Rule, ...] = (
     (r"norm\w*\.weight$", 1.0, 0.1, False),
     (r"\.bias$", 0.0, 0.1, False),
