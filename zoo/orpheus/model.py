@@ -129,7 +129,7 @@ class Orpheus(Family[OrpheusState]):
         self.dtype = dtype_of(lm.embedding)
         self.device = lm.embedding.weight.device
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     @torch.inference_mode()
     def prompt(self, request: Request, said: Said | None = None) -> Prompt:
@@ -164,12 +164,12 @@ class Orpheus(Family[OrpheusState]):
             "last_step": max_frames * PLACES - 1,
         }
 
-    # at the door
+    # on the host, at admission
 
     def state(self, slots: int, max_frames: int | None = None) -> OrpheusState:
         return OrpheusState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    # device
+    # on the device
 
     def embed(self, state: OrpheusState, slots: Tensor) -> Tensor:
         return self.lm.embedding(state.token[slots])
