@@ -100,7 +100,7 @@ def passed_on() -> dict[str, str]:
 def join(address: str | None) -> None:
     """Connect to a cluster and start Ray Serve there, without its HTTP proxies. None: start one on this
     machine, which ends with this process. Raises ConnectionError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody that it runs
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server does not report that it runs
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # On one machine nothing listens on the network.
     own = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} if address is None else {}

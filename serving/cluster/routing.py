@@ -20,7 +20,7 @@ from hashlib import blake2b
 
 from serving.protocol import ModelStats, Reference, Speak, StoredClip
 
-# What a replica saves if it knows a voice: its prompt's pages are filled, and its recording is encoded.
+# Seconds that a replica saves if it knows a voice: its prompt is filled, and its recording is encoded.
 KNOWN_VOICE_SAVES_S = 0.005
 KNOWN_RECORDING_SAVES_S = 0.05
 UNKNOWN_S = (

@@ -31,7 +31,7 @@ from serving.exit_with_parent import exit_with_parent
 from serving.on_demand.survey import Survey, SurveyedModel
 from serving.settings import EngineArguments, Settings
 
-# What a process takes besides its memory plan: torch and its libraries; on a GPU, the context and the graphs.
+# A process takes this in addition to its plan: torch and its libraries; on a GPU, the context and graphs.
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
 MEMORY_FACTS = Path("/proc/meminfo")
 

@@ -133,7 +133,7 @@ class VoiceChooser:
             return with_own_names(asked, self.names.voices), None
         if (
             asked == DEFAULT and not self.names.is_strict
-        ):  # SGLang-Omni's clients name it where none is chosen
+        ):  # SGLang-Omni's clients name it if the user chose none
             return None, None
         if self.names.is_strict:
             return asked, None

@@ -1,4 +1,4 @@
-"""What a model will take of a device, counted before any of it is taken."""
+"""The memory that a model will take on a device, counted before any of it is taken."""
 
 from dataclasses import replace
 from functools import cache

@@ -66,7 +66,7 @@ class Seen:
         self.index = torch.where(is_new, place, self.capacity)
         self._sight: tuple[Tensor, Tensor] | None = None
 
-    # What follows from the window's size is no field: one graph holds for all sizes.
+    # Values that follow from the window's size are properties, so that one graph holds for all sizes.
     @property
     def num(self) -> int:
         return self.index.shape[1]
