@@ -66,7 +66,7 @@ def measured(family: str, command: list[str], limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             return f"| {family} | took longer than {limit_s:g} s | | | | |"
         finally:
-            tell(running, signal.SIGKILL)  # and the reference, which runs in a process of its own
+            tell(running, signal.SIGKILL)  # and the reference, which runs in a separate process
     if running.returncode:
         return f"| {family} | status {running.returncode}: {last_line(complaint)} | | | | |"
     return "\n".join(rows(json.loads(told)))

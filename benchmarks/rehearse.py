@@ -163,7 +163,7 @@ def rehearse(
         with _lowered(result), kept.entry(directory / "kept") as entry:
             runner.lower(parts, entry)
         traced = counters["stats"]["unique_graphs"]
-        runner = loaded()  # What is counted is what the next start loads, with other KV memory.
+        runner = loaded()  # The count is of the files that the next start loads, with other KV memory.
         with kept.entry(directory / "kept") as entry:
             began_s = time.process_time()
             runner.lower(parts, entry)

@@ -64,7 +64,7 @@ def time_us(way: Callable[[], object]) -> float:
 
 
 def cold_us(way: Callable[[], object]) -> float:
-    """Return the time of one call on a CPU whose caches hold nothing of what the call reads."""
+    """Return the time of one call while the CPU's caches hold none of the data that it reads."""
     torch.zeros(CACHE_BYTES, dtype=torch.uint8)
     began_s = time.perf_counter()
     way()

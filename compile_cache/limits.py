@@ -14,7 +14,7 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> float | None:
-    """Return how many cores' time the process may use, such as 1.5, or None if there is no limit."""
+    """Return the number of cores whose time the process may use, such as 1.5, or None without a limit."""
     quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 

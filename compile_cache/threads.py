@@ -75,12 +75,13 @@ _allowed: set[int] = set()
 
 
 def keep_team_on_cores() -> bool:
-    """Keep each thread of the caller's OpenMP team on a core of its own, and return whether that was done.
+    """Keep each thread of the caller's OpenMP team on its own core, and return whether that was done.
 
     The threads of a team wait for each other at every product. While a thread in the background has one core,
     the system may put two of a team on another one, where each waits for the other's share of time. Next to an
-    encoder, the slowest step in a hundred then took three times as long (benchmarks/LOG.md). It needs Linux,
-    GNU's OpenMP and a core for each, and leaves alone what the environment says of cores.
+    encoder, the slowest step in a hundred then took three times as long (benchmarks/LOG.md). This needs
+    Linux, GNU's OpenMP and a core for each thread. Threads stay as they are if the environment binds them to
+    cores.
     """
     if sys.platform != "linux" or any(name in os.environ for name in BINDINGS):
         return False

@@ -13,7 +13,7 @@ PERIOD_S = 1.0
 async def beat(fd: int) -> None:
     """Write to the pipe's end `fd` every PERIOD_S, until cancelled or until the supervisor has ended."""
     os.set_blocking(fd, False)
-    with suppress(BrokenPipeError):  # nobody listens any more, and this process is about to end
+    with suppress(BrokenPipeError):  # the supervisor has ended, and this process is about to
         while True:
             with suppress(BlockingIOError):  # the supervisor has not read for a day
                 os.write(fd, b".")

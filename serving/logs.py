@@ -27,7 +27,7 @@ def has_colors() -> bool:
 
 
 def write(text: str) -> None:
-    """Write to stderr at once. What it refuses is lost: a full disk or a closed pipe ends no request."""
+    """Write to stderr at once. Text that it refuses is lost: a full disk or a closed pipe ends no request."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -329,8 +329,8 @@ class Spoken(Message):
 
 
 class Answer(msgspec.Struct):
-    """What a model that keeps answers has said, for a later `Turn`. tokens: in order; ends: how many tokens there are
-    up to the end of each frame."""
+    """An answer of a model that keeps answers, for a later `Turn`. tokens: in order. ends: the number of
+    tokens up to the end of each frame."""
 
     tokens: list[int] = []
     ends: list[int] = []

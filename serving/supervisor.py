@@ -152,7 +152,8 @@ class Child:
         return await self.process.wait()
 
     def note(self, lines: str) -> None:
-        """Note what it writes to stderr, if that is relayed: its last line of its own says why it ends."""
+        """Note the last line in the process's own words from its relayed stderr: it says why the process
+        ends."""
         for line in lines.splitlines():
             if line.startswith(OWN_LINE):
                 self.last_line = line.removeprefix(OWN_LINE)

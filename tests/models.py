@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import json
 import tempfile
 import time
 import zlib
@@ -63,6 +64,16 @@ def directory(name: str, size: str) -> Path:
     return zoo.families()[name].write_demo(
         Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32
     )
+
+
+def change_json(file: Path, block: str | None = None, **values: Any) -> None:
+    """Set keys of a JSON file or of one of its blocks. None removes a key."""
+    content = json.loads(file.read_text())
+    inner = content if block is None else content[block]
+    inner |= values
+    for key in [key for key, value in inner.items() if value is None]:
+        del inner[key]
+    file.write_text(json.dumps(content))
 
 
 def family(name: str, dtype: str = "float32", size: str = "tiny") -> Family:

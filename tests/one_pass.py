@@ -13,7 +13,8 @@ def decode(decoder, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -
 
 
 def decode_latents(decoder, latents: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Return the samples of a new stream's latents [1, D, N], which are so many frames, and its state [1, V]."""
+    """Return the samples of a new stream's latents [1, D, N], which are `frames` frames, and its state [1,
+    V]."""
     zeros = latents.new_zeros(1, decoder.layout.size)
     state = CodecState(decoder.layout, zeros, frames, torch.tensor([frames]))
     return decoder(latents, state), state.next()

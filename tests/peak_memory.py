@@ -1,6 +1,6 @@
 """Load DIRECTORY and print how far the peak memory exceeded the model's size, in bytes.
 
-This is a program of its own because `VmHWM`, the peak of resident memory, belongs to a whole process. It
+This is a separate program because `VmHWM`, the peak of resident memory, belongs to a whole process. It
 includes mapped files.
 """
 

@@ -30,7 +30,7 @@ OF_CLIP = ("transcript", "continuation")  # outputs that are made of a clip alon
 def check(request: Request, spec: Spec) -> dict[str, Any]:
     """Return the value of each of the model's options: the request's, or else the default.
 
-    Raises RequestError for anything that the model does not take; the message says what it takes.
+    Raises RequestError if the model does not take a field or a value; the message says what it takes.
     """
     name = spec.name or f"{spec.family} {spec.variant}"
     _check_output(request, spec, name)

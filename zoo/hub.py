@@ -44,8 +44,8 @@ def local_directory(model: str | Path) -> Path:
 
 
 def codec_directory(directory: Path, folder: str, repository: str, model: str) -> Path:
-    """Return where the codec of a model lies that has a checkpoint of its own: DIRECTORY/FOLDER,
-    DIRECTORY/../FOLDER, else the Hub's copy. Raises ValueError that says where it may lie."""
+    """Return the directory of a codec that has its own checkpoint: DIRECTORY/FOLDER, DIRECTORY/../FOLDER,
+    else the Hub's copy. Raises ValueError that says where it may lie."""
     for parent in (directory, directory.parent):
         if (parent / folder).is_dir():
             return parent / folder

@@ -1,6 +1,6 @@
-"""What every zoo/FAMILY/reference.py answers to an order of serving/tools/reference.py.
+"""The answer of every zoo/FAMILY/reference.py to an order of serving/tools/reference.py.
 
-These scripts run in environments of their own, so this module imports nothing that they may lack.
+These scripts run in separate environments, so this module imports nothing that they may lack.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ class Request:
     is_open: more text is fed while the model speaks (`Engine.feed`).
     split_text: a text that is too long for one pass is split into pieces (zoo/text/pieces.py).
     normalize: numbers, dates and amounts are written out as words first (zoo/text/normalize.py).
-    sentence_gap_s: seconds of silence between sentences, each of which is then spoken in a pass of its own; None
-    or 0: the text is cut by its length alone, without silence.
+    sentence_gap_s: seconds of silence between sentences, each of which is then spoken in a separate pass;
+    None or 0: the text is cut by its length alone, without silence.
     stop: strings before which an answer ends, for models that answer.
     output: "speech"; "text", an answer in text without audio; "transcript", the words of the clip in the only
     turn; or "continuation", audio that goes on where that clip ends. `Spec.outputs` lists those of a model.

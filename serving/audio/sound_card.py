@@ -15,7 +15,7 @@ MAX_S = 60.0
 
 
 def problem() -> str | None:
-    """Return why there is no sound, or None if there is."""
+    """Return why the sound card cannot play, or None if it can."""
     try:
         sounddevice = importlib.import_module("sounddevice")
         sounddevice.check_output_settings(samplerate=RATE_HZ, channels=1)

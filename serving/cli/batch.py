@@ -187,16 +187,15 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
     from serving.engine.device.prepare_for_host import cached, prepare_for_host
     from serving.engine.engine import Engine
     from serving.engine.loading import sizes
-    from serving.engine.options import Options
+    from serving.settings import Latency, Memory, ModelOptions, Settings
 
-    plan = Options(
+    settings = Settings(
         models={"batch": directory},
-        device=running.device,
-        dtype=running.dtype,
-        max_slots=running.max_slots,
-        policy="throughput",
+        model=ModelOptions(running.device, running.dtype),
+        memory=Memory(running.max_slots),
+        latency=Latency("throughput"),
     )
-    slots, kv_memory_bytes = sizes(plan)
+    slots, kv_memory_bytes = sizes(settings)
     family = zoo.load(directory, device=running.device, dtype=running.dtype, keeps_bf16=True)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)

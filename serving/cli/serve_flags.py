@@ -293,7 +293,7 @@ class Security:
         bool,
         Option(
             "--speech-urls",
-            help="GET /v1/audio/speech speaks the text in a signed URL, for <audio src>; POST "
+            help="GET /v1/audio/speech speaks the text in a signed URL, for an audio element; POST "
             "/v1/audio/speech/url signs. ZOO_URL_SECRET is the secret. Default: a new one at each start.",
             rich_help_panel=SECURITY,
         ),
@@ -335,7 +335,7 @@ class Security:
         Option(
             "--allowed-host",
             metavar="NAME",
-            help="The server answers requests for this host name too, besides localhost and addresses; may be "
+            help="The server answers requests for this host name too, not only for localhost and addresses; may be "
             "repeated; * means any. Default: any on an open address with an API key.",
             rich_help_panel=SECURITY,
         ),
@@ -369,7 +369,7 @@ class Replicas:
         str,
         Option(
             metavar="N|MIN-MAX|auto",
-            help="This many engines run on a Ray cluster, each on a GPU of its own. With a range, their number "
+            help="This many engines run on a Ray cluster, each on its own GPU. With a range, their number "
             "follows the load; auto is a range from 1 to the number of GPUs, and 0 waits for replicas that another server starts in the "
             "cluster. All but 1 need the extra `ray`.",
             rich_help_panel=REPLICAS,
@@ -380,7 +380,7 @@ class Replicas:
         Option(
             metavar="HOST:PORT|auto",
             help="The server joins this Ray cluster, and uses the replicas that run there; auto is the cluster of "
-            "this machine. Default: it starts a cluster of its own for several replicas.",
+            "this machine. Default: it starts its own cluster for several replicas.",
             rich_help_panel=REPLICAS,
             show_default=False,
         ),

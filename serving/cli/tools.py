@@ -244,25 +244,23 @@ def warm(
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
-    from serving.engine.options import Options
+    from serving.settings import Latency, Memory, ModelOptions, Settings
     from serving.tools.warm import warm as compile_all
 
-    options = Options(
-        models=directories,
+    how = ModelOptions(
         device=device,
         dtype=dtype,
         weights=weights,
         chunked=chunked,
-        max_slots=max_slots,
-        kv_memory_bytes=kv_memory_bytes,
-        policy=policy,
         deterministic=deterministic,
         codec=codec,
         attention=attention,
         depth=depth,
     )
+    memory = Memory(max_slots, kv_memory_bytes)
+    settings = Settings(directories, model=how, memory=memory, latency=Latency(policy))
     with progress_bar(", ".join(directories)) as advance:
-        made = compile_all(options, advance)
+        made = compile_all(settings, advance)
     for done in made:
         if as_json:
             print(json.dumps(done))

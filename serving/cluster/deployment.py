@@ -40,8 +40,8 @@ def build(arguments: dict[str, Any]) -> serve.Application:
 
 
 def application(settings: Settings) -> serve.Application:
-    """Return the application of so many replicas, each with an engine that has a GPU of its own if there are
-    GPUs. Needs a connection to the cluster. Raises ValueError."""
+    """Return the application of all replicas. Each has an engine, with its own GPU if there are GPUs. Needs a
+    connection to the cluster. Raises ValueError."""
     counts = bounded(*settings.replicas.counts, int(ray.cluster_resources().get("GPU", 0)))
     router = RequestRouterConfig(request_router_class="serving.cluster.router.SoonestRouter")
     deployment = serve.deployment(Replica).options(
@@ -83,7 +83,7 @@ def number_of(least: int, most: int) -> dict[str, Any]:
 
 
 def resources(settings: Settings, count: int) -> dict[str, float]:
-    """Return what one of so many replicas takes of the cluster: a GPU, or its share of all processors."""
+    """Return the resources of one of `count` replicas: a GPU, or its share of all processors."""
     there = ray.cluster_resources()
     device = settings.model.device or ("cuda" if there.get("GPU", 0) else "cpu")
     if device.startswith("cuda"):
@@ -100,7 +100,7 @@ def passed_on() -> dict[str, str]:
 def join(address: str | None) -> None:
     """Connect to a cluster and start Ray Serve there, without its HTTP proxies. None: start one on this
     machine, which ends with this process. Raises ConnectionError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody that it runs
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server does not report that it runs
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # On one machine nothing listens on the network.
     own = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} if address is None else {}

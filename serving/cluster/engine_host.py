@@ -1,5 +1,5 @@
-"""The engine process of a replica, on a thread of its own: it is started, watched and restarted as the
-supervisor does it, and gateways reach it through a relay."""
+"""The engine process of a replica. A thread starts, watches and restarts it as the supervisor does, and
+gateways reach it through a relay."""
 
 from __future__ import annotations
 

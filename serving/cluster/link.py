@@ -15,7 +15,7 @@ LOST_S = 10.0  # an engine that worked and is silent for longer is lost: its mac
 
 @dataclass(frozen=True)
 class Address:
-    """Where a replica's relay listens. token: what it asks for, in hexadecimal digits."""
+    """The address of a replica's relay. token: the secret that it asks for, in hexadecimal digits."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Address:
 
 
 class Link(EngineClient):
-    """An engine client over TCP, with what routing needs to know of its engine."""
+    """An engine client over TCP, with the facts about its engine that routing needs."""
 
     def __init__(self, address: Address):
         super().__init__(f"{address.host}:{address.port}")

@@ -20,7 +20,7 @@ from hashlib import blake2b
 
 from serving.protocol import ModelStats, Reference, Speak, StoredClip
 
-# What a replica saves if it knows a voice: its prompt's pages are filled, and its recording is encoded.
+# Seconds that a replica saves if it knows a voice: its prompt is filled, and its recording is encoded.
 KNOWN_VOICE_SAVES_S = 0.005
 KNOWN_RECORDING_SAVES_S = 0.05
 UNKNOWN_S = (
@@ -112,7 +112,8 @@ def predicted_s(model: ModelStats | None, num: int) -> float:
 
 def ranked(ask: Ask, loads: Iterable[tuple[str, Load]]) -> list[str]:
     """Return the names of the ready replicas that the request may go to, the soonest first. Between equals,
-    the one with the fewest requests. A conversation goes on where it is remembered, and nowhere else."""
+    the one with the fewest requests. A conversation continues on the replica that remembers it, as long as
+    that one is ready."""
     ready = {name: load for name, load in loads if load.is_ready}
     possible = [
         name for name in ready if name not in ask.avoided and (ask.home not in ready or name == ask.home)

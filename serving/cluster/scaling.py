@@ -19,8 +19,8 @@ MAX_BUSY = 0.7  # of the places of the remaining replicas, if one is to end
 
 
 def load_of(stats: protocol.Stats | None) -> dict[str, float]:
-    """Return what the policy needs of a replica: its slowest model's expected first audio, and the busy share
-    of its places."""
+    """Return the load of a replica for the policy: its slowest model's expected first audio, and the busy
+    share of its places."""
     if stats is None:
         return {}
     models = stats.models.values()

@@ -1,5 +1,5 @@
 """The facts of the gateway, for the router that Ray Serve makes in its process. Serve copies the router's
-module, so the table is in one of its own, of which a process has only one."""
+module, so the table is in a separate module, of which a process has only one."""
 
 from __future__ import annotations
 

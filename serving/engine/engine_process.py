@@ -27,10 +27,9 @@ from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.disk_full import REFUSED, one_line_if_full
 from serving.engine.engine import Engine
 from serving.engine.loading import load, placement, sizes
-from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.exit_with_parent import exit_with_parent
-from serving.settings import EngineArguments
+from serving.settings import EngineArguments, Settings
 
 # Seconds after which a thread that runs Python gives the interpreter to the loop. With Python's own 5 ms, an
 # iteration waits for them at each return from torch: next to such a thread one of 11 ms took 23, and 17 with
@@ -57,9 +56,50 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
         signal.signal(number, lambda *_: None)
 
 
+def load_engine(settings: Settings, progress: Callable[[float, str], None]) -> Engine:
+    """Load the models and return an engine with them. Raises ValueError."""
+    how = settings.model
+    max_slots, kv_memory_bytes = sizes(settings)
+    devices = placement(settings, max_slots, kv_memory_bytes)
+    families = load(settings.models, how.device, how.dtype, progress, devices, how.chunked)
+    # The hooks that copy a layer change its tensors, which a graph would hold.
+    is_compiled = how.compile and not devices
+    for name, family in families.items():
+        if family.spec.licence:
+            sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
+    with one_line_if_full():
+        prepare_for_host(*families.values(), compile=is_compiled, weights=how.weights, depth=how.depth)
+    return Engine(
+        families,
+        max_slots=max_slots,
+        kv_memory_bytes=kv_memory_bytes,
+        swap_memory_bytes=settings.memory.swap_memory_bytes,
+        policy=settings.latency.policy,
+        report_lag=None if settings.latency.run_async else 0,
+        max_waiting=settings.limits.waiting,
+        reference_memory_bytes=settings.memory.reference_memory_bytes,
+        max_ttfa_s=settings.latency.max_ttfa_s,
+        max_unread_s=settings.limits.unread_s,
+        max_stall_s=settings.limits.stall_s,
+        compile=is_compiled,
+        is_deterministic=how.deterministic,
+        codec=how.codec,
+        attention=how.attention,
+    )
+
+
+def warm_up(engine: Engine, progress: Callable[[float, str], None]) -> None:
+    """Import the packages that encode recordings, and compile. Raises ValueError if a kernel that was asked
+    for cannot be built."""
+    # The first recording would import them, and stop the steps of all listeners for up to two seconds.
+    for package in {package for model in engine.models.values() for package in model.family.encoder_packages}:
+        importlib.import_module(package)
+    with one_line_if_full():
+        engine.warm(progress, cached)
+
+
 def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=EngineArguments)
-    options = Options.of(arguments)
     logs.configure("engine")
     sys.setswitchinterval(SWITCH_S)
     if arguments.parent_fd is not None:
@@ -71,51 +111,14 @@ def main() -> None:
         bridge.tell(protocol.Status(state, progress, detail))
 
     try:
-        max_slots, kv_memory_bytes = sizes(options)
-        devices = placement(options, max_slots, kv_memory_bytes)
-        told = partial(tell, "loading")
-        families = load(options.models, options.device, options.dtype, told, devices, options.chunked)
-        # The hooks that copy a layer change its tensors, which a graph would hold.
-        is_compiled = options.compile and not devices
-        for name, family in families.items():
-            if family.spec.licence:
-                sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
-        with one_line_if_full():
-            prepare_for_host(
-                *families.values(), compile=is_compiled, weights=options.weights, depth=options.depth
-            )
-        engine = Engine(
-            families,
-            max_slots=max_slots,
-            kv_memory_bytes=kv_memory_bytes,
-            swap_memory_bytes=options.swap_memory_bytes,
-            policy=options.policy,
-            report_lag=None if options.run_async else 0,
-            max_waiting=options.max_waiting,
-            reference_memory_bytes=options.reference_memory_bytes,
-            max_ttfa_s=options.max_ttfa_s,
-            max_unread_s=options.max_unread_s,
-            max_stall_s=options.max_stall_s,
-            compile=is_compiled,
-            is_deterministic=options.deterministic,
-            codec=options.codec,
-            attention=options.attention,
-        )
+        engine = load_engine(arguments.settings, partial(tell, "loading"))
+        if arguments.settings.model.warm:
+            warm_up(engine, partial(tell, "warming"))
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
-    if options.warm:
-        # The first recording would import them, and stop the steps of all listeners for up to two seconds.
-        for package in {package for family in families.values() for package in family.encoder_packages}:
-            importlib.import_module(package)
-        try:
-            with one_line_if_full():
-                engine.warm(partial(tell, "warming"), cached)
-        except ValueError as error:  # a kernel that was asked for cannot be built
-            sys.stderr.write(f"zoo: {error}\n")
-            sys.exit(REFUSED)
     call_on_signal(bridge.loop, engine.stop)
-    bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
+    bridge.open(engine, [describe(name, model.family.spec) for name, model in engine.models.items()])
     if engine.arena.device.type == "cpu":
         threads.keep_team_on_cores()
     engine.run()

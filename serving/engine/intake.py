@@ -128,7 +128,7 @@ class Intake:
         if is_flexible:
             return None
         is_alone = not worker.queue.requests and not worker.running
-        if is_alone:  # nobody hears more if it is refused, and no request would ever correct the estimate
+        if is_alone:  # a refusal would help no other request, and no request would ever correct the estimate
             return predicted_s
         if predicted_s is not None and limits.max_ttfa_s is not None and predicted_s > limits.max_ttfa_s:
             raise too_late(predicted_s, limits.max_ttfa_s)

@@ -15,7 +15,7 @@ from compile_cache import limits
 from serving.engine.device.runner import narrow_codec
 from serving.engine.memory.device_map import bytes_by_device, device_map, room_of_devices
 from serving.engine.memory.memory_plan import SPARE_PART, fit, plan
-from serving.engine.options import Options
+from serving.settings import Settings
 from zoo.contract import Family
 
 CPU_SLOTS = 8
@@ -60,49 +60,51 @@ def load(
     return families
 
 
-def sizes(options: Options) -> tuple[int, int | None]:
+def sizes(settings: Settings) -> tuple[int, int | None]:
     """Return how many slots a model has, and the bytes of the KV cache. On a GPU, values that are not given
     follow from its free memory, before any of it is taken. Raises ValueError if it is too little."""
-    device = options.device or "cuda"
+    device = settings.model.device or "cuda"
+    given = settings.memory
     if not device.startswith("cuda") or not torch.cuda.is_available():  # loading says what else it may be
-        return options.max_slots or cpu_slots(options), options.kv_memory_bytes
-    if options.device_map is not None:
-        return options.max_slots or PLACED_SLOTS, options.kv_memory_bytes
+        return given.max_slots or cpu_slots(settings), given.kv_memory_bytes
+    if settings.model.device_map is not None:
+        return given.max_slots or PLACED_SLOTS, given.kv_memory_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
-    shapes = shapes_of(options, options.dtype or "bfloat16")
-    slots, kv_memory_bytes = fit(shapes, room, options.max_slots, options.kv_memory_bytes)
-    return slots, kv_memory_bytes if options.kv_memory_bytes is None else options.kv_memory_bytes
+    shapes = shapes_of(settings, settings.model.dtype or "bfloat16")
+    slots, kv_memory_bytes = fit(shapes, room, given.max_slots, given.kv_memory_bytes)
+    return slots, kv_memory_bytes if given.kv_memory_bytes is None else given.kv_memory_bytes
 
 
-def shapes_of(options: Options, dtype: str, keeps_bf16: bool = False) -> list[Family]:
+def shapes_of(settings: Settings, dtype: str, keeps_bf16: bool = False) -> list[Family]:
     """Return the models without memory. Raises ValueError if one has no codec of the given format."""
-    paths = options.models.values()
-    families = [zoo.load(path, "meta", dtype, keeps_bf16, chunked=options.chunked) for path in paths]
+    paths = settings.models.values()
+    families = [zoo.load(path, "meta", dtype, keeps_bf16, chunked=settings.model.chunked) for path in paths]
     for family in families:
-        narrow_codec(family, options.codec)
+        narrow_codec(family, settings.model.codec)
     return families
 
 
-def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:
+def placement(settings: Settings, slots: int, kv_memory_bytes: int | None) -> dict[str, str]:
     """Return which layers lie on which other device, and log it; {} without --device-map. Raises
     ValueError."""
-    if options.device_map is None:
+    how = settings.model
+    if how.device_map is None:
         return {}
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(how.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
         raise ValueError("--device-map needs a GPU: without one, all of a model lies on the host")
-    if options.weights != "published":
+    if how.weights != "published":
         raise ValueError(
-            f"--device-map copies published weights: --weights {options.weights} needs all on one GPU"
+            f"--device-map copies published weights: --weights {how.weights} needs all on one GPU"
         )
-    if options.depth != "layers":
-        raise ValueError(f"--device-map copies weights: --depth {options.depth} needs all on one GPU")
-    if len(options.models) != 1:
-        raise ValueError(f"--device-map is for one model, and {len(options.models)} are given")
-    [path] = options.models.values()
-    family = zoo.load(path, "meta", options.dtype or "bfloat16")
+    if how.depth != "layers":
+        raise ValueError(f"--device-map copies weights: --depth {how.depth} needs all on one GPU")
+    if len(settings.models) != 1:
+        raise ValueError(f"--device-map is for one model, and {len(settings.models)} are given")
+    [path] = settings.models.values()
+    family = zoo.load(path, "meta", how.dtype or "bfloat16")
     made = plan(family, slots, kv_memory_bytes)
-    devices = device_map(options.device_map, family, made, room_of_devices(device))
+    devices = device_map(how.device_map, family, made, room_of_devices(device))
     parts = [f"{n / 2**30:.1f} GiB on {where}" for where, n in bytes_by_device(family, devices).items()]
     if parts:
         log.info(
@@ -112,13 +114,13 @@ def placement(options: Options, slots: int, kv_memory_bytes: int | None) -> dict
     return devices
 
 
-def cpu_slots(options: Options) -> int:
+def cpu_slots(settings: Settings) -> int:
     """Return the number of slots on a CPU. A step of many slots costs little more than a step of few, so the
     throughput policy uses many. Streams with listeners must all be made in real time, so they get fewer."""
-    if options.policy != "throughput":
+    if settings.latency.policy != "throughput":
         return CPU_SLOTS
-    dtype = options.dtype or "float32"
-    shapes = shapes_of(options, dtype, keeps_bf16=True)
+    dtype = settings.model.dtype or "float32"
+    shapes = shapes_of(settings, dtype, keeps_bf16=True)
     try:
         slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
     except ValueError:  # not even one: loading says what is possible

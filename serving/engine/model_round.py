@@ -152,8 +152,7 @@ class ModelRound:
             self.tenants.num_rendering[render.slots] += 1
         for render, generation in zip(renders, generations, strict=True):
             self._launch_render(render, generation)
-            # Where a launch returns when it is done, an urgent listener does not wait for the others'
-            # windows.
+            # If a launch returns when it is done, an urgent listener does not wait for other windows.
             self._deliver(is_waiting=False)
             self.after_delivery()
             self.between()

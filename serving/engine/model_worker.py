@@ -367,7 +367,7 @@ class ModelWorker:
 
 def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) -> Scheduler:
     spec = family.spec
-    # Where equal requests give equal bytes, a prompt is always cut alike, and shared in such pieces.
+    # If equal requests must give equal bytes, prompts are always cut and shared in pieces of this size.
     chunk_tokens = REPRODUCIBLE_CHUNK_PAGES * arena.page_tokens(family) if settings.is_reproducible else None
     return Scheduler(
         settings.num_slots,

@@ -26,28 +26,27 @@ from serving.engine.device.runner import narrow_codec
 from serving.engine.disk_full import REFUSED
 from serving.engine.loading import CPU_SLOTS
 from serving.engine.memory.memory_plan import SPARE_PART, plan
-from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.exit_with_parent import exit_with_parent
 from serving.on_demand.survey import Survey, SurveyedModel
-from serving.settings import EngineArguments
+from serving.settings import EngineArguments, Settings
 
-# What a process takes besides its memory plan: torch and its libraries; on a GPU, the context and the graphs.
+# A process takes this in addition to its plan: torch and its libraries; on a GPU, the context and graphs.
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
 MEMORY_FACTS = Path("/proc/meminfo")
 
 log = structlog.get_logger()
 
 
-def survey(options: Options, progress: Callable[[float, str], None]) -> Survey:
+def survey(settings: Settings, progress: Callable[[float, str], None]) -> Survey:
     """Survey the directories that a family recognises. The others get a line on stderr. Raises ValueError
     if there is no model."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(settings.model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     models = []
-    for i, (name, directory) in enumerate(options.models.items()):
-        progress(i / len(options.models), f"looking at {name}")
+    for i, (name, directory) in enumerate(settings.models.items()):
+        progress(i / len(settings.models), f"looking at {name}")
         try:
-            models.append(surveyed(name, directory, options, device))
+            models.append(surveyed(name, directory, settings, device))
         except (ValueError, OSError) as error:
             sys.stderr.write(f"zoo: {name} is not served: {error}\n")
         except Exception as error:  # of one directory, which must not take the others away
@@ -58,14 +57,14 @@ def survey(options: Options, progress: Callable[[float, str], None]) -> Survey:
     return Survey(models, room_bytes(device))
 
 
-def surveyed(name: str, directory: str, options: Options, device: torch.device) -> SurveyedModel:
+def surveyed(name: str, directory: str, settings: Settings, device: torch.device) -> SurveyedModel:
     """Raises ValueError, OSError."""
     is_cpu = device.type == "cpu"
-    dtype = options.dtype or ("float32" if is_cpu else "bfloat16")
-    family = zoo.load(directory, "meta", dtype, keeps_bf16=is_cpu, chunked=options.chunked)
-    narrow_codec(family, options.codec)
-    slots = options.max_slots or CPU_SLOTS
-    made = plan(family, slots, options.kv_memory_bytes, is_for_cpu=is_cpu)
+    dtype = settings.model.dtype or ("float32" if is_cpu else "bfloat16")
+    family = zoo.load(directory, "meta", dtype, keeps_bf16=is_cpu, chunked=settings.model.chunked)
+    narrow_codec(family, settings.model.codec)
+    slots = settings.memory.max_slots or CPU_SLOTS
+    made = plan(family, slots, settings.memory.kv_memory_bytes, is_for_cpu=is_cpu)
     planned_bytes = made.total + PROCESS_BYTES.get(device.type, 0)
     return SurveyedModel(describe(name, family.spec), directory, slots, made.kv_cache, planned_bytes)
 
@@ -105,7 +104,7 @@ def main() -> None:
 
     try:
         found = survey(
-            Options.of(arguments), lambda fraction, name: tell(protocol.Status("loading", fraction, name))
+            arguments.settings, lambda fraction, name: tell(protocol.Status("loading", fraction, name))
         )
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")

@@ -28,8 +28,8 @@ class Answer:
         return cls(array("i", answer.tokens), array("i", answer.ends))
 
     def up_to(self, frames: int) -> Answer:
-        """Return the answer up to the end of so many frames: what was heard of it. With no frame it is empty; with all
-        of them it is whole."""
+        """Return the part of the answer that was heard, up to the end of `frames` frames. With no frame it is
+        empty; with all of them it is whole."""
         if frames >= len(self.ends):
             return self
         num = self.ends[frames - 1] if frames else 0

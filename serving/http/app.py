@@ -35,7 +35,6 @@ from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
 from serving.http.bodies import LargeBodies, check_encoding
 from serving.http.errors import answer_error, log_lost_session
-from serving.http.links import Links
 from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import api_page
@@ -50,7 +49,6 @@ from serving.http.routes.elevenlabs import (
     speak_whole,
     speak_whole_with_times,
 )
-from serving.http.routes.links import sign_link, speak_link
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.pronunciations import (
     list_pronunciations,
@@ -59,6 +57,7 @@ from serving.http.routes.pronunciations import (
 )
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
+from serving.http.routes.signed_urls import sign_link, speak_link
 from serving.http.routes.speech import speak
 from serving.http.routes.ssml import translate
 from serving.http.routes.status import health, metrics, ready
@@ -74,6 +73,7 @@ from serving.http.routes.voices import (
 )
 from serving.http.routes.vox_serve import add_text, end_stream, generate, hear_stream, start_stream
 from serving.http.server import Server, check_key
+from serving.http.signed_urls import Links
 from serving.http.text_streams import TextStreams
 from serving.http.works.works import Works
 from serving.settings import URL_SECRET, HTTPArguments, Limits, Security, Settings, WorksSettings

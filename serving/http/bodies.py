@@ -20,7 +20,7 @@ LARGE_BODY_BYTES = 128 << 10  # larger than any request without a recording
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A pool of its own, so that reading recordings delays no other work.
+# A separate pool, so that reading recordings delays no other work.
 READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")
 
 

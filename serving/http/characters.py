@@ -56,7 +56,8 @@ class Characters:
         return gap
 
     def rest(self) -> Alignments | None:
-        """Return what stands behind the last word, without a time of its own; None if there is nothing."""
+        """Return the characters after the last word, which have no time of their own, or None if there are
+        none."""
         rest = self.text[self._at :]
         if not self.is_as_sent or not rest or words_of(rest):
             return None

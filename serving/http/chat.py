@@ -28,7 +28,7 @@ from serving.http.schemas import (
 )
 from serving.http.server import Server
 from serving.http.speech import Speech, body
-from serving.http.tools import Calls, in_openais_form, written
+from serving.http.tool_calls import Calls, in_openais_form, written
 from serving.http.voice_choice import VoiceChoice
 
 PCM_HZ = 24_000  # pcm16 does not carry its rate, and OpenAI's clients assume this one

@@ -181,7 +181,7 @@ def outcome_of(error: HTTPException) -> str:
 
 async def log_lost_session(error: Exception, scope: Scope) -> None:
     """Log an exception that ends a WebSocket session: Litestar closes the socket, and says nothing. A client
-    that has left in the meantime is no error, and neither is a path that is no WebSocket."""
+    that has disconnected is not an error, and neither is a path that is not a WebSocket."""
     if scope["type"] == "websocket" and not isinstance(error, ClientDisconnected | ClientException):
         log.error("unexpected", path=scope["path"], exc_info=error)
 

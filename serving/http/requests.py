@@ -13,7 +13,7 @@ from litestar.exceptions import HTTPException
 
 from serving.audio import encode
 from serving.http.errors import SPEECH, cut, refusal, uncapitalized, wrong
-from serving.http.foreign import translated
+from serving.http.foreign_fields import translated
 from serving.http.objects import Model
 from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, SpeechRequest
 from serving.http.server import Server

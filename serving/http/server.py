@@ -18,12 +18,12 @@ from serving.aligner.client import Aligner
 from serving.api_keys import ApiKey
 from serving.engine_client import Away, EngineClient
 from serving.http.answers import Answers
-from serving.http.dictionary import Dictionary
 from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.keys import Keys, current
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.objects import LOADED, ErrorBody, Model
+from serving.http.pronunciations import Dictionary
 from serving.http.quota import Quota
 from serving.http.references import References
 from serving.http.schemas import SpeechRequest

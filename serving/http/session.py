@@ -51,7 +51,7 @@ from serving.http.events import (
     any_object,
     client_event,
 )
-from serving.http.foreign import translated
+from serving.http.foreign_fields import translated
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.objects import Model

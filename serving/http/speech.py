@@ -46,7 +46,7 @@ from serving.http.word_times import AudioWords, WordTimes
 from zoo.request import SOUND_ONLY
 from zoo.text.markdown import spoken
 
-# A pool of its own: a slow DNS lookup for a reference must not delay streams.
+# A separate pool: a slow DNS lookup for a reference must not delay streams.
 ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")
 FLEX_RETRY_S = 60.0  # after a flexible request has waited in vain
 

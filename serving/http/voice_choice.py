@@ -133,7 +133,7 @@ class VoiceChooser:
             return with_own_names(asked, self.names.voices), None
         if (
             asked == DEFAULT and not self.names.is_strict
-        ):  # SGLang-Omni's clients name it where none is chosen
+        ):  # SGLang-Omni's clients name it if the user chose none
             return None, None
         if self.names.is_strict:
             return asked, None
@@ -183,7 +183,7 @@ def recording_field(request: SpeechRequest) -> str:
 
 
 def check_recordings(num: int, request: SpeechRequest, voice: str | None, model: Model) -> None:
-    """Check that a model takes so many recordings, and that no voice is named next to them. Raises the
+    """Check that a model takes `num` recordings, and that the request names no voice next to them. Raises the
     refusal."""
     param = recording_field(request)
     if model.reference_s is None:

@@ -128,7 +128,7 @@ class Voices:
         return self._open(clean_name(name), self._read)
 
     def find(self, name: str) -> tuple[StoredVoice, StoredClip] | None:
-        """Return a voice, and where the engine finds its sample; or None if there is none of that name.
+        """Return a voice and the place of its sample for the engine, or None if no voice has that name.
         Raises ValueError for an invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._locate)
 

@@ -11,7 +11,7 @@ from serving.http.speech import Speech
 
 
 class WholeFile(Speech):
-    """A request without an HTTP answer of its own: it returns its file, and raises its errors."""
+    """A request without a separate HTTP answer: it returns its file, and raises its errors."""
 
     async def spoken(self) -> bytes:
         """Return the file. Raises the refusal, Away."""

@@ -1,4 +1,4 @@
-"""Models on demand: each model has an engine process of its own, from the first request to the keep-alive's end.
+"""Models on demand: each model has its own engine process, from the first request to the keep-alive's end.
 
                    supervisor
                   /          \\

@@ -46,8 +46,8 @@ def environment() -> dict[str, str]:
 
 
 def starter(settings: Settings, folder: Path, parent_fd: int) -> Callable[[SurveyedModel], EngineProcess]:
-    """Return the function that makes the engine process of a model. Each has a socket of its own in `folder`.
-    The engines end with this process, because it holds the other end of the pipe `parent_fd`."""
+    """Return the function that makes the engine process of a model. Each has its own socket in `folder`. The
+    engines end with this process, because it holds the other end of the pipe `parent_fd`."""
     counter = itertools.count()
 
     def start(model: SurveyedModel) -> EngineProcess:
@@ -59,7 +59,7 @@ def starter(settings: Settings, folder: Path, parent_fd: int) -> Callable[[Surve
 
 
 class SurveyFailed(Exception):
-    """There is no survey; the process of the survey has said why. status: its exit status."""
+    """The survey failed, and its process has said why. status: its exit status."""
 
     def __init__(self, status: int):
         super().__init__(f"the survey of the models ended with status {status}")

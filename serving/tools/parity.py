@@ -139,7 +139,7 @@ def follow_pass(
 ) -> list[float]:
     """Return the `gap` of each step of a pass. The job receives the audio of the whole pass."""
     streams = worker.runner.streams
-    with streams.lm.here():  # one stream for both forms, so that each reads what the other has written
+    with streams.lm.here():  # one stream for both forms, so that each reads the other's writes
         gaps = follow_steps(plain, prompt, state, worker, job)
     streams.renders.wait_for(streams.lm.mark())
     render_all(worker, job, int(state.ready[0]))

@@ -131,7 +131,7 @@ def _other_choices(option: Option) -> list[bool | str]:
 
 
 def _signature(prompt: Prompt) -> tuple[Any, ...]:
-    """Return what the model reads of a prompt; equal prompts have equal signatures."""
+    """Return the values of a prompt that the model reads. Equal prompts have equal signatures."""
     # Other values belong to a reference, which the prefix keys already identify.
     plain = {
         name: value for name, value in prompt.slot.items() if isinstance(value, bool | int | float | Tensor)

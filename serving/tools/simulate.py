@@ -42,8 +42,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of launches that have the device to themselves, and of the host's own turn. step_s: of so many
-    slots. prefill_s: of so many positions. render_s: of so many rows of a window of so many frames.
+    """Seconds of launches that have the device to themselves, and of the host's own turn. step_s: by the
+    number of slots. prefill_s: by that of positions. render_s: by the rows and frames of a window.
     """
 
     step_s: Callable[[int], float] = lambda slots: 0.01 + 0.001 * slots
@@ -55,8 +55,8 @@ class Cost:
 
 
 class Voice(Family[Any]):
-    """A family of nothing but its spec. Of a request, `text` takes a prompt position a byte, and the speech
-    has `max_frames` frames, or `frames_per_byte` a byte."""
+    """A family that is only a spec. A request takes a prompt position for each byte of its `text`, and its
+    speech has `max_frames` frames, or `frames_per_byte` for each byte."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class SimulatedRunner:
 
 @dataclass
 class Heard:
-    """What a listener had, in the clock's seconds. late_s: without audio, after the first."""
+    """The times of a listener, in the clock's seconds. late_s: without audio, after the first."""
 
     submitted_s: float
     first_s: float | None = None

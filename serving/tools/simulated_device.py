@@ -1,4 +1,4 @@
-"""A GPU on a virtual clock: steps and renders run beside each other, and slow each other down."""
+"""A GPU on a virtual clock: steps and renders run at the same time, and slow each other down."""
 
 from __future__ import annotations
 

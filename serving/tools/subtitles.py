@@ -10,7 +10,7 @@ from zoo.contract import Speech
 
 
 def write(out: Path, speech: Speech, text: str, speed: float, aligner: Path) -> str:
-    """Write the subtitles of a speech, and return a line about them. text: what it says, if its pieces are not
+    """Write the subtitles of a speech, and return a line about them. text: its words, if its pieces are not
     known. speed: of the audio file. Raises ValueError."""
     words = words_of(speech, text, speed, aligner)
     form = vtt if out.suffix.lower() == ".vtt" else srt

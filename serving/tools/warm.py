@@ -14,27 +14,28 @@ from compile_cache.counts import counts
 from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.engine.engine import Engine
 from serving.engine.loading import load, sizes
-from serving.engine.options import Options
+from serving.settings import Settings
 from zoo.contract import Family
 
 
 def warm(
-    options: Options, progress: Callable[[float, str], None] = lambda fraction, stage: None
+    settings: Settings, progress: Callable[[float, str], None] = lambda fraction, stage: None
 ) -> list[dict[str, Any]]:
-    """Warm up like a server with these options, and keep the compiled code. Returns the counts and times of
+    """Warm up like a server with these settings, and keep the compiled code. Returns the counts and times of
     each model. Raises ValueError."""
     began_s = time.perf_counter()
-    max_slots, kv_memory_bytes = sizes(options)
-    families = load(options.models, options.device, options.dtype, progress, chunked=options.chunked)
-    prepare_for_host(*families.values(), weights=options.weights, depth=options.depth)
+    how = settings.model
+    max_slots, kv_memory_bytes = sizes(settings)
+    families = load(settings.models, how.device, how.dtype, progress, chunked=how.chunked)
+    prepare_for_host(*families.values(), weights=how.weights, depth=how.depth)
     engine = Engine(
         families,
         max_slots=max_slots,
         kv_memory_bytes=kv_memory_bytes,
-        policy=options.policy,
-        is_deterministic=options.deterministic,
-        codec=options.codec,
-        attention=options.attention,
+        policy=settings.latency.policy,
+        is_deterministic=how.deterministic,
+        codec=how.codec,
+        attention=how.attention,
     )
     load_s = time.perf_counter() - began_s
     made = []

@@ -1,7 +1,6 @@
-"""What can only go wrong on a GPU, on a CPU that emulates one (tests/masquerade.py), or with launches that
-fail.
+"""Faults that need a GPU, on a CPU that emulates one (tests/masquerade.py), and faults of launches that fail.
 
-Each row runs the tests of that name in a process of their own.
+Each row runs the tests of that name in a separate process.
 """
 
 from __future__ import annotations

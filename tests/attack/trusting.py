@@ -56,7 +56,7 @@ def attack(directory: Path) -> Iterator[Row]:
 
 
 def forged_requests(target: Target) -> Row:
-    """Requests that a hostile page could send through the browser of somebody near an open server."""
+    """Requests that a hostile page could send through the browser of a user near an open server."""
     paths = ("/v1/models", "/v1/audio/voices", "/metrics", "/")
     statuses = [target.http.get(path, headers=forged).status_code for forged in FORGED for path in paths]
     genuine = [target.http.get(path).status_code for path in paths]
@@ -128,7 +128,7 @@ def many_connections(target: Target) -> Row:
 
 
 def odd_uploads(target: Target) -> Row:
-    """What is stored can be spoken in, in names of every script; the rest is refused with a reason."""
+    """Every stored voice can be spoken in, with a name of any script; the rest is refused with a reason."""
     well, kind = silence(5, 16000), "audio_sample"
     stored = [upload(target, {"name": name}, [(kind, well)]) for name in NAMES]
     stored.append(upload(target, {"name": "surround"}, [(kind, surround(5))]))

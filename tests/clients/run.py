@@ -1,4 +1,4 @@
-"""Run the programs of other servers against `zoo serve`, each project in an environment of its own.
+"""Run the programs of other servers against `zoo serve`, each project in a separate environment.
 
 The checkouts are never part of this repository. Their programs run as they are; only the names of models are ours.
 """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zoo
 from zoo.checkpoint import synthetic
+from zoo.contract import KV, Batch
 from zoo.qwen3_tts import model
 from zoo.request import AudioClip, Reference, Request
 
@@ -31,6 +32,22 @@ def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
     """Return the noise of that name, which the oracles compute too."""
     rule = ("noise", 0.0, deviation, False)
     return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [rule]))
+
+
+def one_page(kv: KV, length: int) -> Batch:
+    """Return a launch of one sequence in bf16, whose `length` positions are new and lie in one page."""
+    at = torch.arange(length)
+    return Batch(
+        slots=torch.tensor([0]),
+        positions=at,
+        kv_write_index=at,
+        page_table=torch.tensor([[0]]),
+        kv_lens=torch.tensor([length]),
+        cu_seqlens=torch.tensor([0, length]),
+        kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
+        page=torch.arange(16),
+        is_audio=torch.zeros(length, dtype=torch.bool),
+    )
 
 
 def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:

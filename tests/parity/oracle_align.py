@@ -1,4 +1,4 @@
-"""Makes the fixtures of forced alignment from torchaudio's `forced_align`; see README.md beside this.
+"""Makes the fixtures of forced alignment from torchaudio's `forced_align`; see README.md in this folder.
 
 Runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-align/bin/python tests/parity/oracle_align.py

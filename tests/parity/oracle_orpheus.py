@@ -1,4 +1,4 @@
-"""Makes the Orpheus fixtures from the reference implementations; see README.md beside this, and
+"""Makes the Orpheus fixtures from the reference implementations; see README.md in this folder, and
 zoo/orpheus/reference.py, whose loop and classes these are. All requests are greedy.
 
 Runs in the reference environment that environments.sh builds:

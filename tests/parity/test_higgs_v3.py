@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import request_of, rows
+from agreement import one_page, request_of, rows
 from models import directory, family, write
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 import zoo
 from zoo.checkpoint.loading import published
-from zoo.contract import Batch
 from zoo.higgs_v3 import build, demo, describe, model, weights
 from zoo.higgs_v3.delay import DelayState
 from zoo.higgs_v3.prompt import TextTokenizer
@@ -295,24 +294,12 @@ def test_bfloat16_rounds_like_the_reference():
     """The rotary table and the sum of a step's rows are equal in every bit. Attention sums in another order,
     so hidden states are compared by their cosine."""
     rounded, expected = family("higgs_v3", "bfloat16"), found("bfloat16")
-    stack, kv = rounded.config.stack, rounded.spec.kv
+    stack = rounded.config.stack
     cos, sin = rope_table(expected["positions"], stack.head_dim, stack.rope_theta, torch.bfloat16)
     torch.testing.assert_close(cos, expected["cos"], rtol=0, atol=0)
     torch.testing.assert_close(sin, expected["sin"], rtol=0, atol=0)
     torch.testing.assert_close(rounded.backbone.rows(expected["rows"]), expected["summed"], rtol=0, atol=0)
-    at = torch.arange(len(expected["inputs"]))
-    batch = Batch(
-        slots=torch.tensor([0]),
-        positions=at,
-        kv_write_index=at,
-        page_table=torch.tensor([[0]]),
-        kv_lens=torch.tensor([len(at)]),
-        cu_seqlens=torch.tensor([0, len(at)]),
-        kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
-        page=torch.arange(16),
-        is_audio=torch.zeros(len(at), dtype=torch.bool),
-    )
-    hidden = rounded.hidden(expected["inputs"], batch)
+    hidden = rounded.hidden(expected["inputs"], one_page(rounded.spec.kv, len(expected["inputs"])))
     assert hidden.dtype == torch.bfloat16
     assert F.cosine_similarity(hidden.float(), expected["hidden"].float()).min() > 0.9998
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import check_prompt, check_speech, request_of
+from agreement import check_prompt, check_speech, one_page, request_of
 from models import directory, family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import zoo
 from zoo.checkpoint.json_files import read_json
-from zoo.contract import Batch
 from zoo.nn.rope import rope_table, rotate
 from zoo.request import Request
 
@@ -125,20 +124,7 @@ def test_the_whole_talker_in_bfloat16_is_close_to_the_reference(rounded):
     Measured cosine: 0.9999.
     """
     ours, found = rounded
-    at = torch.arange(len(found["talker.inputs"]))
-    kv = ours.spec.kv
-    batch = Batch(
-        slots=torch.tensor([0]),
-        positions=at,
-        kv_write_index=at,
-        page_table=torch.tensor([[0]]),
-        kv_lens=torch.tensor([len(at)]),
-        cu_seqlens=torch.tensor([0, len(at)]),
-        kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
-        page=torch.arange(16),
-        is_audio=torch.zeros(len(at), dtype=torch.bool),
-    )
-    hidden = ours.hidden(found["talker.inputs"], batch)
+    hidden = ours.hidden(found["talker.inputs"], one_page(ours.spec.kv, len(found["talker.inputs"])))
     for value, truth in (
         (hidden, found["talker.hidden"]),
         (ours.talker.codec_head(hidden), found["talker.logits"]),

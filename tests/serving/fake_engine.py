@@ -169,7 +169,7 @@ def transcribe(writer: asyncio.StreamWriter, id: str) -> None:
 
 
 def answered(id: str, reason: str, frames: int) -> protocol.Finished:
-    """Return the end of an answer of so many frames, each with a text token before it."""
+    """Return the end of an answer of a number of frames, each with a text token before it."""
     answer = protocol.Answer(list(range(2 * frames)), list(range(2, 2 * frames + 1, 2)))
     usage = {"input_tokens": 9, "input_audio_tokens": 4, "text_tokens": frames}
     return protocol.Finished(id, reason, frames, usage, answer=answer)

@@ -14,10 +14,12 @@ import rich.console
 import shell
 import soundfile
 import torch
+import typer
 from shell import ROOT
 
 from serving.audio.loudness import loudness_of
 from serving.cli.common import COMMANDS, plural, print_numbers
+from serving.cli.run import app
 from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
 from zoo.contract import Speech
@@ -84,6 +86,13 @@ def test_an_interrupt_while_packages_are_imported_is_quiet(monkeypatch, zoo):
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
+
+
+def test_help_has_no_tags_which_a_terminal_would_leave_out():
+    command = typer.main.get_command(app)
+    for name, child in command.commands.items():
+        for param in child.params:
+            assert "<" not in (getattr(param, "help", None) or ""), (name, param.name)
 
 
 def test_zoo_alone_lists_its_commands(zoo):

@@ -7,7 +7,6 @@ from tiny_aligner import write
 
 from serving import supervisor
 from serving.cli import common, serve_flags
-from serving.engine.engine_process import Options
 from serving.settings import EngineArguments, HTTPArguments, OnDemand, Settings
 
 FLAGS = {
@@ -149,7 +148,6 @@ def test_two_amounts_of_reference_audio_are_not_mixed_up(started, tmp_path):
     settings, _ = started(tmp_path, "--reference-memory", "3MiB", "--max-reference-bytes", "4MiB")
     assert settings.memory.reference_memory_bytes == 3 << 20  # of all recordings that wait for their encoder
     assert settings.limits.reference_bytes == 4 << 20  # of one recording, as it is sent
-    assert Options.of(EngineArguments(settings, "s")).reference_memory_bytes == 3 << 20
 
 
 @pytest.mark.parametrize(
@@ -189,11 +187,6 @@ def test_swap_memory_may_be_zero(started, tmp_path):
 def test_a_child_reads_the_arguments_that_the_supervisor_wrote(arguments):
     *_, text = supervisor.command("m", arguments)
     assert msgspec.json.decode(text, type=type(arguments)) == arguments
-
-
-def test_the_engine_process_is_told_every_value_that_it_has():
-    told = Options.of(EngineArguments(Settings(), "s", 3))
-    assert told == Options(models={})  # its defaults are the settings'
 
 
 @pytest.mark.parametrize(

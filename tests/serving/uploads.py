@@ -1,5 +1,6 @@
 """Helpers that make recordings and upload them to a server."""
 
+import base64
 import io
 
 import numpy as np
@@ -16,6 +17,14 @@ def recording(samples=NOISE, rate_hz=RATE_HZ, kind="WAV", subtype="FLOAT"):
     file = io.BytesIO()
     soundfile.write(file, samples, rate_hz, format=kind, subtype=subtype)
     return file.getvalue()
+
+
+def spoken(seconds=1.0, rate_hz=RATE_HZ):
+    """Return a message of a conversation with a clip: a tone."""
+    at = np.arange(int(seconds * rate_hz)) / rate_hz
+    file = recording(np.sin(2 * np.pi * 200 * at) / 3, rate_hz, subtype="PCM_16")
+    clip = {"data": base64.b64encode(file).decode(), "format": "wav"}
+    return {"role": "user", "content": [{"type": "input_audio", "input_audio": clip}]}
 
 
 def upload(server, name="anna", sample=None, **fields):

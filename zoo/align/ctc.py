@@ -56,8 +56,8 @@ class Aligner:
 
     @torch.inference_mode()
     def emissions(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return log-probabilities [T, V] float32 for samples [N] of each clip. They do not depend on what
-        else is in a batch."""
+        """Return log-probabilities [T, V] float32 for samples [N] of each clip. Those of a clip do not depend
+        on the other clips of its batch."""
         emitted: list[np.ndarray] = [np.empty((0, self.model.config.vocab_size), np.float32)] * len(clips)
         for batch in self._batches(clips):
             longest = max(len(clips[i]) for i in batch)

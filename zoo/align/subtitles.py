@@ -23,7 +23,8 @@ class TimedWord(NamedTuple):
 
 
 def cues(words: Iterable[TimedWord]) -> list[list[TimedWord]]:
-    """Return the words of each subtitle: they end with a sentence, before a pause, or where one is full."""
+    """Return the words of each subtitle. A subtitle ends with a sentence, before a pause, or when it is
+    full."""
     found: list[list[TimedWord]] = []
     for word in words:
         if not found or _must_end(found[-1], word):

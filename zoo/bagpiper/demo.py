@@ -235,9 +235,6 @@ def _tokenizer(size: Size) -> dict[str, Any]:
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"vocab_weight$", 1.0, 0.1, False),
     (r"\.inited$", 1.0, 0.0, False),

@@ -10,8 +10,8 @@
     stream 1   P    c01  c11      c61            c of frame f, stream s: row f + s
     stream 7   P    P    P        c07            frame f is whole after row f + 7; P is drawn, and dropped
 
-Each code is written to its frame on the tape: the delay is only a write address. The model drains the streams by
-itself: it draws seven more rows, and then the end. Rows that begin no whole frame are dropped. Source: espnet
+Each code is written to its frame on the tape: the delay is only a write address. To drain the streams, the
+model draws seven more rows, and then the end. Rows that begin no whole frame are dropped. Source: espnet
 202611, espnet2/speechlm/model/speechlm/lm/parallel.py and multimodal_io/audio.py.
 """
 

@@ -1,5 +1,5 @@
 """Bagpiper by ESPnet's own code, as serving/tools/reference.py orders it: for `zoo bench --against reference` and
-`zoo parity`. It runs as a script in an environment of its own, which tests/parity/environments.sh builds.
+`zoo parity`. It runs as a script in a separate environment, which tests/parity/environments.sh builds.
 
 Vocabulary, preprocessor, LM, guidance, delay and codec are those of espnet 202611 (espnet2.speechlm), body, codec and
 audio encoder transformers'. Packages of ESPnet are replaced by empty ones, because they would import the trainer;

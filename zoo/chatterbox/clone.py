@@ -28,7 +28,7 @@ from zoo.checkpoint.tensor_files import read_pickle
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import Resample, by_soxr
 from zoo.nn.s3.campplus import CamPlus, Fbank
-from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, NUM_CODES, RATE_HZ, TOKEN_FRAMES
+from zoo.nn.s3.sizes import MEL_FFT, MEL_SAMPLES, MEL_TOP_HZ, MELS, NUM_CODES, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
 from zoo.request import AudioClip
@@ -42,7 +42,6 @@ TURBO_REFERENCE_S = (5.0, 60.0)  # the reference refuses shorter ones
 T3_S, TURBO_T3_S = 6, 15  # how much of a clip the language model's codes are of
 MAX_PROMPT = 250  # codes that the flow reads: 10 s
 CODES_PER_S = 25
-FFT, TOP_HZ = 1920, 8000.0
 LOUDNESS_LUFS = -27.0
 
 
@@ -74,7 +73,7 @@ class Cloner:
         self.is_turbo = is_turbo
         self.whisper_mel = WhisperMel(encoders.tokenizer.config.mels, device)
         self.fbank = Fbank(device)
-        self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
+        self.mel = LogMel(RATE_HZ, MEL_FFT, MEL_SAMPLES, MELS, device, MEL_TOP_HZ)
         self.voices: References[Voice] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, is_turbo, encoders), device)
 

@@ -45,7 +45,7 @@ SPEAKER = 256  # width of the voice encoder's vector
 
 @dataclass(frozen=True)
 class T3Config:
-    """The sizes of the language model. The positions are 0 for GPT-2, which has a table of its own."""
+    """The sizes of the language model."""
 
     hidden: int
     inner: int

@@ -104,8 +104,6 @@ CONFIGS = {
 }
 SIZES = tuple(CONFIGS)
 
-# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the
-# fan-in); the first match counts.
 RULES: tuple[Rule, ...] = (
     (r"^mel2wav\.f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
     (r"^mel2wav\.f0_predictor\.classifier\.weight$", 0.0, 60.0, True),

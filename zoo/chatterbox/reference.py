@@ -185,7 +185,7 @@ class Model:
 
     @contextmanager
     def _limited(self, limit: dict[str, int]) -> Iterator[None]:
-        """Draw so many ids at most, and keep the codes."""
+        """Make the reference draw only as many ids as `limit` says, and keep its codes."""
         t3, name = self.tts.t3, "inference_turbo" if self.config.is_turbo else "inference"
         draw, render = getattr(t3, name), self.tts.s3gen.inference
 

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 31  # of one array
 
 
 class Inert:
-    """An object of a pickle: its class, what it would be made of, and its state."""
+    """An object of a pickle that is not built: the name of its class, its arguments, and its state."""
 
     kind = ""
     made_of: tuple[Any, ...] = ()

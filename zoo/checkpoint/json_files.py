@@ -21,6 +21,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(directory: Path) -> dict:
-    """Return a model's config.json, or {} if there is none, as in some families. Raises ValueError."""
+    """Return a model's config.json, or {} if the directory has none: some families have no such file. Raises
+    ValueError."""
     path = directory / "config.json"
     return read_json(path) if path.exists() else {}

@@ -204,8 +204,7 @@ def bf16_kept() -> Iterator[None]:
 
 
 def _keep_bf16(module: nn.Module, wanted: Table, found: Mapping[str, Header], dtype: torch.dtype) -> None:
-    """Replace the layers that may keep bf16 in this context. Where they are loaded in bf16, nothing
-    changes."""
+    """Replace the layers that may keep bf16 in this context, if the model is loaded in fp32."""
     if dtype != torch.float32 or not _keeps_bf16.get():
         return
     dtypes: dict[str, set[str]] = {}

@@ -20,7 +20,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer lies. kind: its class. Other modules of a family may have layers of equal names."""
+    """A layer and its device. kind: its class, because other modules of a family may have layers of equal
+    names."""
 
     name: str  # in the family: "talker.layers.3"
     kind: type[nn.Module]

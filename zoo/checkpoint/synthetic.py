@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 # pattern of the published name, mean, standard deviation, and whether the deviation is divided by the root of
-# the fan-in (all axes but the first)
+# the fan-in (all axes but the first); the first rule that matches counts. A family's values are chosen to catch
+# errors: none is one, zero, or so small that a missing branch of the network would go unnoticed.
 Rule = tuple[str, float, float, bool]
 Fill = Callable[[str, tuple[int, ...]], np.ndarray]  # name and shape -> values
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -1,4 +1,4 @@
-"""A model as four verbs, the folder that makes it a family, and what it says."""
+"""A model as four verbs, the folder that makes it a family, and its speech."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Family(nn.Module, ABC, Generic[S]):
         state.open(slot, prompt)
 
     def second_lane(self, length: int) -> Lane:
-        """Return what the second lane has read when it opens behind `length` inputs of the first one. Equal
-        for all requests. Only for families whose spec has `opens_late`."""
+        """Return the inputs of the second lane before it opens, after `length` inputs of the first one. They
+        are equal for all requests. Only for families whose spec has `opens_late`."""
         raise AssertionError(f"{self.spec.family} opens no lane")
 
     def fill_past(self, state: S, prompt: Prompt, first: int, pages: Tensor) -> None:

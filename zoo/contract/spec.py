@@ -30,11 +30,11 @@ class KV:
 
 @dataclass(frozen=True)
 class Past:
-    """What a renderer keeps of each stream in pages of the arena: chunks of `frames` frames, the prompt's
-    included. On a CPU a state's own rows hold it, since untouched memory costs nothing there.
+    """The past that a renderer keeps of each stream in pages of the arena: chunks of `frames` frames,
+    including the prompt's. On a CPU a state's own rows hold it, since untouched memory costs nothing there.
 
-    values: of a chunk; row_values: a page holds whole rows of so many; max_chunks: of a stream, later ones
-    overwrite earlier ones.
+    values: the number in a chunk. row_values: the number in a row; a page holds whole rows. max_chunks: the
+    most that a stream has; later ones overwrite earlier ones.
     """
 
     frames: int
@@ -43,7 +43,7 @@ class Past:
     max_chunks: int
 
     def chunks(self, frames: int) -> int:
-        """Return how many chunks a stream of so many frames takes."""
+        """Return the number of chunks that a stream of `frames` frames takes."""
         return min(-(-frames // self.frames), self.max_chunks)
 
 

@@ -1,4 +1,4 @@
-"""What a launch reads and writes: the rows of all slots, and the addresses of one launch."""
+"""The tensors that a launch reads and writes: the rows of all slots, and the addresses of one launch."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Batch:
     # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's
     # last input, which may be text.
     is_audio: Tensor
-    # Of a step where second lanes open late. There are B first lanes and then the open second ones, T in all. Both
+    # For a step whose second lanes open late. There are B first lanes and then the open second ones, T in all. Both
     # are indices, since generated kernels cannot add the sizes of slots and open lanes.
     reads: Tensor | None = None  # [T], the row of `embed`'s output [2 B, D] that each sequence reads
     sequences: Tensor | None = None  # [2, B], the sequence of each slot's lanes; a closed one has the first
-    # Of a step that FlashInfer may compute, the same as page_table and kv_lens in int32; otherwise None.
+    # page_table and kv_lens in int32, for a step that FlashInfer may compute; otherwise None.
     block_tables: Tensor | None = None  # [N, P]
     seq_lens: Tensor | None = None  # [N]
     attention: str = (
@@ -61,8 +61,8 @@ class View:
     is_last: Tensor  # [B] bool, whether the speech ends with this stretch
     frames: int  # the launch's shape, one of `Window.sizes`
     length: int = 0  # one of `Window.lengths`, at least start + count; 0 if the decoder reads no growing past
-    # [B, P], pages of `State.arena` that hold each slot's past, chunk after chunk, and at last one that is
-    # nobody's, for padding; None if the state's own rows hold it
+    # [B, P], pages of `State.arena` that hold each slot's past, chunk after chunk, and at last one for
+    # padding; None if the state's own rows hold it
     pages: Tensor | None = None
 
 
@@ -114,7 +114,7 @@ class State:
 
     @property
     def spare(self) -> int:
-        """The last row. It is no attribute, since a graph would then hold for one number of slots."""
+        """The last row. As an attribute it would limit a graph to one number of slots."""
         return len(self.ready) - 1
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:

@@ -16,7 +16,7 @@ from zoo.cosyvoice2.voices import Voice
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
-from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
+from zoo.nn.s3.sizes import MEL_FFT, MEL_SAMPLES, MEL_TOP_HZ, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
 from zoo.request import AudioClip
@@ -25,7 +25,6 @@ from zoo.voices.references import References, content, mono
 
 FAMILY = "cosyvoice2"
 REFERENCE_S = (0.2, 30.0)  # the reference accepts at most 30 s
-FFT, TOP_HZ = 1920, 8000.0
 
 
 class Cloner:
@@ -35,7 +34,7 @@ class Cloner:
         self.tokenizer, self.speaker, self.device = tokenizer, speaker, device
         self.whisper_mel = WhisperMel(tokenizer.config.mels, device)
         self.fbank = Fbank(device)
-        self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
+        self.mel = LogMel(RATE_HZ, MEL_FFT, MEL_SAMPLES, MELS, device, MEL_TOP_HZ)
         self.voices: References[Voice] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker), device)
 

@@ -187,8 +187,6 @@ def _lm_config(size: Size) -> dict[str, Any]:
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the
-# fan-in); the first match counts.
 RULES: tuple[Rule, ...] = (
     (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
     (r"^f0_predictor\.classifier\.weight$", 0.0, 60.0, True),

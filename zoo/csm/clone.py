@@ -32,7 +32,7 @@ DECODER_ONLY = ("decoder", "upsample")  # how the names begin that an encoder do
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """Where Mimi's tensors are: the files, the prefix of their names, and how a file is seen once it is open."""
+    """The files of Mimi's tensors, the prefix of their names, and how a file is seen once it is open."""
 
     paths: tuple[Path, ...]
     prefix: str = ""

@@ -1,4 +1,4 @@
-"""What conversations have so far, so that their next prompt begins with it and nothing is encoded again."""
+"""The conversations so far. The next prompt of one begins with its segments, and nothing is encoded again."""
 
 from __future__ import annotations
 

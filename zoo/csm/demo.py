@@ -127,8 +127,6 @@ GENERATION = {
     "top_k": 50,
 }
 
-# The values are meant to expose errors: nothing is one, zero or so small that a branch of the network could
-# be left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"(layernorm|norm)\.weight$", 1.0, 0.1, False),
     (r"embed_text_tokens\.weight$", 0.0, 0.5, False),

@@ -4,8 +4,8 @@
                         512          512         8 layers     1024   512  256  128   64    1     channels
                        12.5 Hz       25 Hz                           0.2  1.2   6    24   kHz
 
-All layers are causal. What they need of a stream's past (the ends of their inputs, and the last 249 keys and
-values) is one row of `state_size` values, zeros for a new stream. Source: transformers 5.23,
+All layers are causal. The past of a stream is one row of `state_size` values, zeros for a new stream: the
+ends of the layers' inputs, and the last 249 keys and values. Source: transformers 5.23,
 models/mimi/modeling_mimi.py, whose own decoder keeps no past of its convolutions.
 """
 

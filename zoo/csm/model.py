@@ -93,14 +93,8 @@ class Csm(Family[CsmState]):
 
     # on the host, outside the engine's loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         context = self.conversations.get(request.conversation)
         script = self.writer(request, values, said, has_context=context is not None)
@@ -117,6 +111,9 @@ class Csm(Family[CsmState]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(prefix_keys)},
             conversation=request.conversation,
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     def _rows(self, part: Tensor) -> Tensor:
         """Return text ids [T] or codes [F, K] as the LM's inputs [T or F, D]."""

@@ -1,11 +1,11 @@
-"""From a request to what the backbone reads before the first frame.
+"""The prompt of a request: the positions that the backbone reads before the first frame.
 
     segment     <begin> "[speaker]text" <end>  frames of its audio...  one frame of zeros
     new text    <begin> "[speaker]text" <end>                          the next position gives the first frame
 
-A request's context is its segments, in order: what its conversation has so far, or else its references or the
-recording of its voice; then its turns. Nothing separates them. The label and the text are tokenized as one string, and nothing is
-stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
+A request's context is its segments, in order: first those of its conversation, or else its references or the
+recording of its voice; then its turns. Nothing separates them. The label and the text are tokenized as one
+string, and nothing is stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
 """
 
 from __future__ import annotations

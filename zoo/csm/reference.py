@@ -43,7 +43,7 @@ class Model:
         self.voices = read(directory)
 
     def inputs(self, request: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what `generate` reads: ids [1, T], and the clips, joined, with their ends."""
+        """Return the inputs of `generate`: ids [1, T], and the joined clips with their ends."""
         ids: list[int] = []
         clips: list[np.ndarray] = []
         for speaker, words, samples in self.segments(request):

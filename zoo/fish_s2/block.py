@@ -24,7 +24,7 @@ def rope_table(num_positions: int, dim: int, theta: float, device: torch.device 
 
 
 def turns(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `rotate` takes, cos and sin [..., dim] float32, from a RoPE table's rows [..., 2, dim / 2]."""
+    """Return cos and sin [..., dim] float32 for `rotate`, from a RoPE table's rows [..., 2, dim / 2]."""
     # in separate storage, because a compiled region accepts no two inputs with the same one
     cos, sin = (rows[..., i, :].float().repeat_interleave(2, -1).contiguous() for i in range(2))
     return cos, sin

@@ -203,9 +203,6 @@ UNUSED_POSITIONS = {
 
 # --- values ---
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.gamma$", 0.0, 0.3, False),  # trained scales start at 0.01

@@ -174,16 +174,13 @@ class S1State(FishState):
 class OpenAudioS1(FishFamily[LineWriter]):
     sampled = ("temperature", "top_k", "top_p", "repetition_penalty")
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         read = self.writer(request.text, request.references, said)
         return self._pass(request, values, request.text, read, request.seed)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     def state(self, slots: int, max_frames: int | None = None) -> FishState:
         return S1State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))

@@ -260,8 +260,6 @@ def _listener(size: Size) -> dict[str, Any]:
 
 # --- values ---
 
-# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the fan-in); the
-# first match counts
 RULES: tuple[Rule, ...] = (
     (r"inv_freq$", 0.5, 0.1, False),
     *VOCODER_RULES,

@@ -5,8 +5,8 @@
                                       └─────────────────────────────────────────────────────────────┘
 
 A norm over groups of channels also runs over time, so padding would change every frame. Here the norms, the
-convolutions and the attention leave padding out: a padded row gives what it gives alone. The CPU's kernels
-keep the channels of a frame together in memory, as attention reads them.
+convolutions and the attention leave padding out, so a padded row gives the same result as alone. The CPU's
+kernels keep the channels of a frame together in memory, as attention reads them.
 Source: THUDM/GLM-4-Voice at eb00ce9, cosyvoice/flow/decoder.py; Matcha-TTS (arXiv 2309.03199), models/components.
 """
 

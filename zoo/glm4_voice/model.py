@@ -3,8 +3,8 @@
     slot ── embed ──> [B, D] ── hidden: 40 paged blocks ──> [B, D] ── emit ──> 1 token ─┬─ a code: onto the tape ── render ──> 22.05 kHz
              │ the last token                                                           └─ text: written
 
-Text and codes share one vocabulary, and the model alternates by itself: 13 text tokens, then 26 codes; after the text only
-codes. Codes are 80 ms each.
+Text and codes share one vocabulary, and the model itself alternates: 13 text tokens, then 26 codes; after the
+text only codes. Each code is 80 ms.
 
 A cell of 50 codes is rendered with the 64 to 127 codes before it, their mel as the prompt, and up to 5 codes after it. The
 first cell has 25 codes for early audio. So the samples do not depend on how the tape is cut into windows, and a cell costs

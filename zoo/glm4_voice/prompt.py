@@ -5,7 +5,7 @@
     <|assistant|> streaming_transcription \n                           the answer follows, and ends with <|user|>
 
 The system line asks for the interleaved answer; a system turn replaces it. It is that of the first turn, spoken or
-written. The text of a turn never contains a special token: what spells one is tokenized as plain text.
+written. The text of a turn never gives a special token: the spelling of one is tokenized as plain text.
 Source: THUDM/GLM-4-Voice at eb00ce9, web_demo.py.
 """
 

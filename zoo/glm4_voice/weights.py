@@ -5,7 +5,7 @@ from __future__ import annotations
 from zoo.glm4_voice.config import FlowConfig, ListenerConfig, LMConfig
 from zoo.glm4_voice.flow import NUM_CONVS
 from zoo.glm4_voice.listener import unread
-from zoo.nn.s3.names import both, conformer_layer, is_weight_normed, transformer_block, vocoder
+from zoo.nn.s3.names import both, conformer_layer, is_weight_normed, stage, vocoder
 
 FLOW_FILE, VOCODER_FILE = "flow.pt", "hift.pt"
 ANGLES = "transformer.rotary_pos_emb.inv_freq"  # follows from the config
@@ -81,13 +81,5 @@ def _estimator(config: FlowConfig) -> dict[str, str]:
     stages += [(f"mid_blocks.{i}", f"middle.{i}") for i in range(config.num_mid)]
     names: dict[str, str] = {}
     for theirs, ours in ((f"{root}.{theirs}", f"{own}.{ours}") for theirs, ours in stages):
-        pairs |= {
-            f"{theirs}.0.mlp.1": f"{ours}.resnet.time",
-            f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut",
-        }
-        for block in ("block1", "block2"):
-            pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
-            pairs[f"{theirs}.0.{block}.block.1"] = f"{ours}.resnet.{block}.norm"
-        for j in range(config.num_blocks):
-            names |= transformer_block(f"{theirs}.1.{j}", f"{ours}.blocks.{j}")
+        names |= stage(theirs, ours, config.num_blocks, norm=1)
     return names | both(pairs)

@@ -150,9 +150,6 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.inited$", 1.0, 0.0, False),
     (r"\.cluster_size$", 1.5, 0.25, False),

@@ -76,14 +76,8 @@ class HiggsV3(Family[HiggsState]):
 
     # on the host, outside the engine's loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, values, said)
         ids = torch.tensor(script.ids, device=self.device)  # [T]
@@ -106,6 +100,9 @@ class HiggsV3(Family[HiggsState]):
             },
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     # on the host, at admission
 

@@ -291,7 +291,7 @@ def convolution_filters(weight: Tensor) -> Tensor:
 
 
 def has_nine(filters: Tensor, taps: int) -> bool:
-    """Return whether the filters of a convolution with so many taps are nine short ones."""
+    """Return whether the filters of a convolution with `taps` taps are nine short ones."""
     return filters.shape[1] != taps
 
 
@@ -312,8 +312,8 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Past:
-    """What stands before the activated inputs of streams: the pasts of all slots. A kernel reads those of `slots`
-    and replaces them by the ends of the activated inputs."""
+    """The pasts of all slots, which precede the activated inputs of streams. A kernel reads those of `slots`
+    and replaces them with the ends of the activated inputs."""
 
     rows: Tensor  # [S, P, C]; the positions of a slot are contiguous
     slots: Tensor  # [B]

@@ -411,7 +411,7 @@ def turn_and_write(
 
 
 def _tables(turn: Turn, unread: Tensor) -> list[Tensor]:
-    """Return cos, sin and the weights of the norms, with `unread` where there are none."""
+    """Return cos, sin and the weights of the norms; `unread` replaces each that is None."""
     tables = [unread if table is None else table for table in (turn.cos, turn.sin, turn.q_norm, turn.k_norm)]
     assert all(table is unread or table.is_contiguous() for table in tables), [x.stride() for x in tables]
     return tables

@@ -1,8 +1,8 @@
 """`zoo.nn.s3.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
 queries, in one head of one row. It passes over the keys in its stream's pages, then over the new keys that
 are visible. Their number is read on the device: a young stream is cheap, a recorded launch stays valid while
-streams grow, and unwritten positions are not loaded. Where a query sees a key, a score by their distance may be
-added, for relative positions (Transformer-XL, arXiv 1901.02860, section 3.3).
+streams grow, and unwritten positions are not loaded. A query may add a score by distance to each key that it
+sees, for relative positions (Transformer-XL, arXiv 1901.02860, section 3.3).
 
 A second launch writes the new keys and values to the cache. It must come after the first, because new entries
 overwrite places of the ring that some programs may not have read yet.

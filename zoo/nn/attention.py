@@ -3,9 +3,9 @@
 The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys
 from row r + 2 l n and its values n rows further; n is the number of tokens in a page.
 
-On a GPU, one operator normalizes, rotates, writes and reads. It takes a layer's number, so each block is compiled by
-itself. On a CPU, the graph does all but the reading, and equal blocks share one compiled region. Either way a whole
-step compiles without graph breaks.
+On a GPU, one operator normalizes, rotates, writes and reads. It takes a layer's number, so each block is
+compiled separately. On a CPU, the graph does all but the reading, and equal blocks share one compiled region.
+Either way a whole step compiles without graph breaks.
 """
 
 from itertools import pairwise
@@ -39,7 +39,7 @@ class Paged:
 
 
 class Turn(NamedTuple):
-    """What happens to queries and keys before attention; by default nothing.
+    """The changes to queries and keys before attention; by default none.
 
     q_norm and k_norm [D]: the weights of an RMS norm of each head, which comes first. eps: of these norms. is_wide:
     they round once, behind their weights, like `nn.RMSNorm`; otherwise they round like `zoo.nn.norm.RMSNorm`.

@@ -1,4 +1,4 @@
-"""What most decoder blocks have around their attention."""
+"""The parts around the attention that most decoder blocks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zoo.nn.norm import RMSNorm
 
 
 class Sizes(Protocol):
-    """What a config says about a block."""
+    """The sizes of a block, as a config states them."""
 
     @property
     def hidden(self) -> int: ...

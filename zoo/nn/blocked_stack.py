@@ -86,7 +86,7 @@ def mlp_of(layer: PreNormBlock | WindowLayer) -> tuple[Any, Any]:
 
 def addresses_of(layer: PreNormBlock | WindowLayer) -> list[int]:
     """Return a row of `addresses`: of the vectors, and then for each matrix those of its blocks and scales, the
-    inputs that share a scale, and its bits. An address is 0 if there is no tensor."""
+    inputs that share a scale, and its bits. The address of a missing tensor is 0."""
     block: Any = layer
     first, last = mlp_of(layer)
     width, inner = block.norm.weight.numel(), last.blocks.shape[1]

@@ -57,8 +57,8 @@ class StateLayout:
 
 
 class CodecState:
-    """The state of a decoder's layers during one forward pass. Each layer reads its past and stores what it
-    needs in the next pass.
+    """The state of a decoder's layers during one forward pass. Each layer reads its past and stores that of
+    the next pass.
 
     rows [B, V]: the state after the last pass. frames: the frames F of this pass. count [B]: how many of a
     row's frames are valid, 0 to F; the others are padding, which is never remembered.

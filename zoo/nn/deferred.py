@@ -46,7 +46,7 @@ class Deferred(nn.Module):
         return owner
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes over: the tensors. It builds a module of its own around them."""
+        """Return the state of a copy: the tensors. The copy builds its own module around them."""
         return self.__dict__ | {"_built": []}
 
     def build(self) -> nn.Module:
@@ -80,6 +80,6 @@ class Deferred(nn.Module):
 
 
 def scratch(num_values: int, like: Tensor) -> Tensor:
-    """Return what an encoder needs for temporary results, for a memory plan on `meta`, which imports
-    nothing."""
+    """Return a tensor as large as an encoder's temporary results, for a memory plan on `meta`, which imports
+    no package."""
     return torch.empty(num_values, dtype=torch.float32, device=like.device)

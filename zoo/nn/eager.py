@@ -1,4 +1,4 @@
-"""What only eager code on a CPU may do."""
+"""A shortcut that only eager code on a CPU may take."""
 
 import torch
 from torch import Tensor

@@ -142,9 +142,8 @@ Attend = Callable[[Tensor, Tensor], Tensor]  # page table and lengths, int64 of 
 
 
 def takes_over(attention: str, q: Tensor, kv: Tensor, page_tokens: int, ours: Attend, theirs: Attend) -> bool:
-    """Return whether FlashInfer computes a step of q [B, H, D]. attention: "flashinfer", or "auto": where
-    it is faster, which is measured in the warm-up. Raises ValueError if its kernel was asked for and cannot
-    be built."""
+    """Return whether FlashInfer computes a step of q [B, H, D]. attention: "flashinfer", or "auto": if it was
+    faster in the warm-up. Raises ValueError if its kernel was asked for and cannot be built."""
     if not kernels.use_gpu(q):
         return False
     (rows, heads, dim), kv_heads = q.shape, kv.shape[1]

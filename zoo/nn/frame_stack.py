@@ -91,8 +91,8 @@ def joined(
 
 
 def join(model: nn.Module) -> bool:
-    """Have each pass of a model's frame blocks run as one operator, whose weights must stay where they are.
-    Return whether the model has such blocks. Raises ValueError if a GPU cannot run them so."""
+    """Make each pass of a model's frame blocks one operator, whose weights must stay where they are. Return
+    whether the model has such blocks. Raises ValueError if a GPU cannot run them so."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     stacks = [layers for layers in lists if layers and all(isinstance(layer, FrameBlock) for layer in layers)]
     for layers in stacks:

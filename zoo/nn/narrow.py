@@ -1,7 +1,7 @@
 """Layers that keep a checkpoint's bf16 weights in 16 bits while the model computes in another dtype.
 
-They are the plain form: each call converts what it reads. `pack.pack` replaces the linear ones by layouts
-that a CPU reads fast, so an fp32 copy of the weights is never made.
+They are the plain form: each call converts the weights that it reads. `pack.pack` replaces the linear ones by
+layouts that a CPU reads fast, so an fp32 copy of the weights is never made.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BF16FusedLinear(NarrowLayer, FusedLinear):
 
 
 class NarrowEmbedding(NarrowLayer, nn.Embedding):
-    """An embedding whose rows stay in bf16; what it returns has the plain dtype."""
+    """An embedding that keeps its rows in bf16 and returns them in the plain dtype."""
 
     def __init__(self, plain: nn.Embedding):
         nn.Module.__init__(self)
@@ -62,7 +62,7 @@ class NarrowEmbedding(NarrowLayer, nn.Embedding):
 
 
 class NarrowTables(NarrowLayer, Tables):
-    """`Tables` whose rows stay in bf16; what they return has the plain dtype."""
+    """`Tables` that keep their rows in bf16 and return them in the plain dtype."""
 
     def __init__(self, plain: Tables):
         Parted.__init__(self, plain.parts)

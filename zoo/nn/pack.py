@@ -142,8 +142,8 @@ def is_large(layer: nn.Linear | FusedLinear | nn.Embedding | Tables, least_bytes
 
 def fastest_form(plain: nn.Linear | FusedLinear) -> str:
     """Return which of FORMS multiplies a few rows fastest. It is measured once for each shape on each kind of
-    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form. Of a
-    vocabulary, some columns are measured, because copies of all take much memory."""
+    machine, before the first request (`compile_cache.choices`); all rows are then computed in that form. For
+    a vocabulary only some columns are measured, because copies of all take much memory."""
     columns, width = plain.weight.shape
     dtype = dtype_of(plain)
     some = nn.Linear(width, columns, bias=False, device="meta")

@@ -6,9 +6,9 @@ once: oneDNN's (`PackedLinear`; source: inductor's prepacking when it freezes a 
 of rows.
 
 A step is bound by the bytes of the weights it reads. Most checkpoints have weights in bf16, and a CPU without
-bf16 arithmetic computes in fp32. `BlockedLinear` reads the 16 bits and computes in fp32: it gives what an fp32
-copy gives, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo parity`
-measures how many.
+bf16 arithmetic computes in fp32. `BlockedLinear` reads the 16 bits and computes in fp32. Its results equal
+those of an fp32 copy, up to the order of sums. With 8 bits it reads half as much, but codes change; `zoo
+parity` measures how many.
 """
 
 from __future__ import annotations

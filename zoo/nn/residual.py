@@ -35,7 +35,7 @@ class ConvFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        """What `convolve_snake` reads; for a depthwise convolution, [kernel, C]."""
+        """The weight as `convolve_snake` reads it; for a depthwise convolution, [kernel, C]."""
         weight = self.weight.detach()
         return kernels.convolution_filters(weight) if self.groups == 1 else weight[:, 0].T.contiguous()
 

@@ -132,8 +132,8 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
 
 def draw_inline(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Do the same as `draw`, which is a region of its own, for a step whose other draws have another number of
-    rows."""
+    """Do the same as `draw`, but not as a separate region, for a step whose other draws have another number
+    of rows."""
     if logits.device.type == "cuda":
         return torch.ops.zoo.draw.default(logits, temperature, top_k, top_p, noise)
     if kernels.has_operators(logits):
@@ -178,7 +178,7 @@ def drop_unlikely(noise: Tensor, logits: Tensor, temperature: Tensor, min_p: Ten
 
 def keep_logits(pick: Callable[..., Tensor], drawn: list[Tensor]) -> Callable[..., Tensor]:
     """Return `pick` (logits [B, V], ... -> codes [B]), which also appends each code's logit [B, 1] to
-    `drawn`. Where the logits are NaN, so is the code's."""
+    `drawn`. If the logits are NaN, so is the code's."""
 
     def keep(logits: Tensor, *args: Any, **settings: Any) -> Tensor:
         code = pick(logits, *args, **settings)

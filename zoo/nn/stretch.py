@@ -1,4 +1,4 @@
-"""Where a window lies on its tape while a decoder that looks to both sides turns it into samples.
+"""The position of a window on its tape, while a decoder that looks to both sides turns it into samples.
 
 A window comes with frames before and after it. Each layer computes only the positions that it knows in full,
 so its output is a little shorter than its input, until the window alone is left. Positions before the tape's
@@ -65,5 +65,5 @@ class Stretch:
         self.taped = self._taped()
 
     def silence(self, x: Tensor) -> Tensor:
-        """Return x [B, C, N] with zeros where there is no tape. They are written in place."""
+        """Write zeros to the positions of x [B, C, N] outside the tape, in place, and return x."""
         return x if may_follow_values(x) and bool(self.taped.all()) else x.mul_(self.taped)

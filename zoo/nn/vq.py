@@ -38,7 +38,7 @@ class SplitVQ(Parted):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Precompute the tables and free what they are made of. Call this once, after the weights are loaded."""
+        """Precompute the tables and free their sources. Call this once, after the weights are loaded."""
         wide = torch.promote_types(self.sums.dtype, torch.float32)
         table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]
         table = table.unflatten(0, (len(self.parts), -1))[: self.used]  # [K, V, dim]

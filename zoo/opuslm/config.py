@@ -212,7 +212,7 @@ def _odd(block: ConfigBlock, name: str) -> int:
 
 @dataclass(frozen=True)
 class CodecFiles:
-    """Where the files of the codec's directory lie, by its meta.yaml."""
+    """The paths of the files in the codec's directory, from its meta.yaml."""
 
     config: Path
     weights: Path

@@ -148,7 +148,7 @@ class DelayState(State):
 
 
 def delayed(rows: Tensor) -> Tensor:
-    """Return rows of ids [T, 9] with stream s moved s rows down; what leaves the end is dropped."""
+    """Return rows of ids [T, 9] with stream s moved s rows down. Ids that leave the end are dropped."""
     moved = torch.full_like(rows, PAD)
     for s in range(min(STREAMS, len(rows))):
         moved[s:, s] = rows[: len(rows) - s, s]

@@ -76,7 +76,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def _tokens(clusters: int, codes: int, words: int) -> tuple[list[str], dict[str, list[int]]]:
-    """Return token_list and token_bias, for so many clusters, codes of a codebook, and words."""
+    """Return token_list and token_bias for these numbers of clusters, codes of a codebook, and words."""
     blocks = {
         "special_token": [MARKED.get(i, f"<unused_token_{i}>") for i in range(NUM_MARKED)],
         "ssl": [f"<ssl_code{i + 1}>" for i in range(clusters)],
@@ -205,9 +205,6 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 MODEL_RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.emb\.weight$", 0.0, 0.5, False),

@@ -4,8 +4,8 @@ fp32, and kept.
     clip ─ mono, 16 kHz ─┬─ XEUS ─ nearest of 5,000 centers ─ cluster [T]  ┐ as many frames as both have
                          └─ the codec's encoder ───────────── codes [F, 8] ┘
 
-XEUS and the centers are a repository of their own, under CC BY-NC-SA 4.0. It is used only where it is: next to the
-model, or in the cache of the Hugging Face Hub. Source: ESPnet's SpeechLM at 5f0a39a,
+XEUS and the centers have their own repository, under CC BY-NC-SA 4.0. The family uses the files if they lie
+next to the model or in the cache of the Hugging Face Hub. Source: ESPnet's SpeechLM at 5f0a39a,
 egs2/TEMPLATE/asr1/scripts/feats/codec_ssl_tokenization.sh.
 """
 
@@ -42,7 +42,7 @@ MISSING = (
 
 @dataclass(frozen=True)
 class XeusFiles:
-    """Where the parts of the encoder of clusters lie."""
+    """The paths of the parts of the encoder of clusters."""
 
     config: Path
     weights: Path

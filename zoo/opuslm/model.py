@@ -116,14 +116,8 @@ class OpusLM(Family[OpusLMState]):
 
     # on the host, outside the engine's loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, said)
         length, most = len(script.rows), values.pop("max_tokens")
@@ -157,6 +151,9 @@ class OpusLM(Family[OpusLMState]):
             usage=self._usage(script),
             is_text=not speaks,
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     def _writes(self, request: Request) -> bool:
         """Return whether the first steps write words."""

@@ -1,5 +1,5 @@
 """OpusLM by ESPnet's own code, as serving/tools/reference.py orders it: for `zoo bench --against reference` and
-`zoo parity`. It runs as a script in an environment of its own, which tests/parity/environments.sh builds.
+`zoo parity`. It runs as a script in a separate environment, which tests/parity/environments.sh builds.
 
 The LM's loop, its masks and the preprocessor are those of ESPnet's SpeechLM at 5f0a39a, the codec and XEUS those of
 espnet 202611, the body transformers'. Packages of ESPnet are replaced by empty ones, because they would import the
@@ -337,8 +337,8 @@ class Model:
         return self._up_to("<text_bpe_start/end>", self.preprocess(f"{task} ", {"dialogue": flat})["dec_seq"])
 
     def settings(self, kind: str, most: int, **given: Any) -> SimpleNamespace:
-        """Return ESPnet's settings of a greedy segment of at most so many frames or tokens, unless `given` says
-        more."""
+        """Return ESPnet's settings of a greedy segment of at most `most` frames or tokens. `given` goes
+        first."""
         defaults = {"search_algo": "topk_sampling", "topk": 1, "sampling_temperature": 1.0, "nbest": 1}
         least = MIN_STEPS if kind == "codec_ssl" else 1
         defaults |= {"length_method": "absolute", "maxlen": most + STREAMS, "minlen": least}
@@ -347,7 +347,7 @@ class Model:
 
     @torch.no_grad()
     def generate(self, rows: torch.Tensor, frames: int, **given: Any) -> list[torch.Tensor]:
-        """Return the ids [F, 9] of each of `nbest` speeches of at most so many frames."""
+        """Return the ids [F, 9] of each of `nbest` speeches of at most `frames` frames."""
         config = self.settings("codec_ssl", frames, **given)
         self.lm.decoders.cache = None
         found, _ = self.lm.inference(rows.expand(config.nbest, -1, -1), None, config)
@@ -355,7 +355,7 @@ class Model:
 
     @torch.no_grad()
     def words(self, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the ids [N] of at most so many tokens."""
+        """Return the ids [N] of at most `tokens` tokens."""
         self.lm.decoders.cache = None
         [found], _ = self.lm.inference(rows, None, self.settings("text_bpe", tokens))
         return found[:, 0]
@@ -412,7 +412,7 @@ class Model:
         return self.mask.logical_not().sum(1) - 1
 
     def codes(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids [F, 9] as codes; what is no code counts as code 0."""
+        """Return ids [F, 9] as codes. Ids that are not codes count as code 0."""
         first = torch.tensor([self.bias["ssl"][0], *[self.bias["codec"][0]] * (STREAMS - 1)])
         first[2:] += self.sizes()[1:-1].cumsum(0)
         codes = ids - first

@@ -1,5 +1,5 @@
-"""What a clone needs of a reference: its codes, which the LM reads as speech that belongs to the transcript.
-They are encoded once, in fp32, and kept.
+"""The codes of a reference, which are all that a clone needs. The LM reads them as the speech of the
+transcript. They are encoded once, in fp32, and kept.
 
     clip ─ mono, 24 kHz, zeros up to a whole frame ─ SNAC's encoder ─> codes [F, 7]
 """

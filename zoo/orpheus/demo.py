@@ -62,8 +62,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SIZES = tuple(CONFIGS)
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
-# left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"embed_tokens\.weight$", 0.0, 0.5, False),

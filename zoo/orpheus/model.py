@@ -129,16 +129,10 @@ class Orpheus(Family[OrpheusState]):
         self.dtype = dtype_of(lm.embedding)
         self.device = lm.embedding.weight.device
 
-    # host, off the loop
-
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
+    # on the host, outside the engine's loop
 
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, said)
         ids = torch.tensor(script.ids)
@@ -155,6 +149,9 @@ class Orpheus(Family[OrpheusState]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(ids)},
         )
 
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
+
     def _slot(
         self, request: Request, values: dict[str, Any], max_frames: int, seen: Tensor
     ) -> dict[str, Any]:
@@ -167,12 +164,12 @@ class Orpheus(Family[OrpheusState]):
             "last_step": max_frames * PLACES - 1,
         }
 
-    # at the door
+    # on the host, at admission
 
     def state(self, slots: int, max_frames: int | None = None) -> OrpheusState:
         return OrpheusState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    # device
+    # on the device
 
     def embed(self, state: OrpheusState, slots: Tensor) -> Tensor:
         return self.lm.embedding(state.token[slots])

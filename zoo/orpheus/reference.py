@@ -1,5 +1,5 @@
 """Orpheus as a plain loop around transformers' Llama and snac, as serving/tools/reference.py orders it: for `zoo bench
---against reference` and `zoo parity`. It runs as a script in an environment of its own, which
+--against reference` and `zoo parity`. It runs as a script in a separate environment, which
 tests/parity/environments.sh builds. The original package cannot be imported without downloading a model.
 
 `streams` requests are one static batch, and the codec decodes each at the end. For parity SNAC's noise is ours, since

@@ -243,8 +243,6 @@ def _config(size: Size, rows: int, ids: Mapping[str, int]) -> dict[str, Any]:
 
 # --- values ---
 
-# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the fan-in); the
-# first match counts
 RULES: tuple[Rule, ...] = (
     *VOCODER_RULES,
     (r"running_var$", 1.0, 0.1, False),

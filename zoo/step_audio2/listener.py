@@ -4,8 +4,8 @@
                                                                                                             │ 25 Hz
                                                 rows of the language model <── two linear layers ── conv /2 ┘
 
-The encoder is Qwen2-Audio's, and its modules are transformers'. Each piece is encoded by itself, as the reference does
-with a single clip. So its rows depend neither on other clips nor on earlier turns.
+The encoder is Qwen2-Audio's, and its modules are transformers'. Each piece is encoded separately, as the
+reference does with a single clip. So its rows depend neither on other clips nor on earlier turns.
 Source: stepfun-ai/Step-Audio2 at 7c58630, utils.py; modeling_step_audio_2.py; transformers 5.23, models/qwen2_audio.
 """
 
@@ -120,7 +120,7 @@ class Listener(nn.Module):
 
 
 def num_rows(frames: int) -> int:
-    """Return how many rows a piece of so many mel frames has."""
+    """Return the number of rows of a piece of `frames` mel frames."""
     return max(0, ((frames - 1) // 2 // 2 - 1) // 2 + 1)
 
 

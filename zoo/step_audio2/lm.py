@@ -1,4 +1,5 @@
-"""The language model, a Qwen2 with a head of its own, and the audio encoder: all that lies in the model's shards."""
+"""The modules in the model's shards: the language model, a Qwen2 with a separate head, and the audio
+encoder."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
     slot ── embed ──> [B, D] ── hidden: 28 paged blocks ──> [B, D] ── emit ──> 1 token ─┬─ a code: onto the tape ── render ──> 24 kHz
              │ the last token                                                           └─ text: written
 
-Text and codes share one vocabulary. The model alternates by itself: a token of text (or of padding), then 4 codes of
-40 ms. What is neither text nor a code is written, too, as an id behind the vocabulary's rows: it has no bytes.
+Text and codes share one vocabulary. The model itself alternates: a token of text (or of padding), then 4
+codes of 40 ms. A token that is neither text nor a code is written, too, as an id after the vocabulary's rows:
+it has no bytes.
 
 The flow renders cells of 25 codes behind the voice's prompt, each when 3 more codes are there. The last cell of an answer
 takes up to 27 codes. So the samples do not depend on how the tape is cut into windows.

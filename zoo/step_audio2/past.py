@@ -1,4 +1,4 @@
-"""What the flow keeps of streams, and what a cell of a stream sees of it.
+"""The past that the flow keeps of streams, and the part of it that a cell of a stream sees.
 
 A voice's prompt is computed once, as one cell without a past. Then come cells of 25 tokens. The last cell has up to 27.
 
@@ -38,7 +38,8 @@ STEPS = 10
 
 
 class Past:
-    """The past of `rows` streams behind prompts of up to `prompt` tokens. The last place of each cache is nobody's.
+    """The past of `rows` streams behind prompts of up to `prompt` tokens. The last place of each cache
+    belongs to no token.
 
     tokens, frames [rows, layers, places + 1, 2 D]: keys and values of the encoder's layers, at both rates.
     ends [rows, V]: the ends of the encoder's convolutions. velocities [rows, STEPS, depth, PAIR, places + 1, 2 I]: keys
@@ -81,7 +82,8 @@ class Past:
             getattr(self, name)[row] = getattr(other, name)[0]
 
     def clear(self, row: int) -> None:
-        """Forget the ends of a row's convolutions. What attention does not see need not be cleared."""
+        """Forget the ends of a row's convolutions. Other values need no clearing, because attention does not
+        see them."""
         self.ends[row] = 0
         self.turns[row] = 0
 

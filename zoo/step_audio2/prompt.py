@@ -5,8 +5,8 @@
     <|BOT|>assistant \n                     the answer follows, and ends with <|EOT|>
 
 A spoken answer begins behind <tts_start>. A thought begins with <think>, and <tts_start> follows it. With the base
-model there are no roles: texts and clips follow each other. The text of a turn never contains a special token: what
-spells one is tokenized as plain text.
+model there are no roles: texts and clips follow each other. The text of a turn never gives a special token:
+the spelling of one is tokenized as plain text.
 Source: stepfun-ai/Step-Audio2 at 7c58630, stepaudio2.py and examples*.py.
 """
 

@@ -3,8 +3,8 @@
 serving/tools/reference.py starts this file as a script, in a separate environment that tests/parity/environments.sh
 builds. The language model is transformers' Qwen2ForCausalLM, with its tokenizer. Flow and vocoder are the files of
 Step-Audio 2 in stepaudio2-minicpmo. The loop around them, with its cuts of the past, is that of
-stepfun-ai/Step-Audio2 at 7c58630; the encoder's past is cut as in minicpmo-utils 1.0.7. The audio encoder is no package:
-it is written here, as in the published modeling_step_audio_2.py.
+stepfun-ai/Step-Audio2 at 7c58630; the encoder's past is cut as in minicpmo-utils 1.0.7. No package has the
+audio encoder: it is written here, as in the published modeling_step_audio_2.py.
 
 A recording is encoded as a voice by this project: both of its networks are CosyVoice 2's, whose parity has its own tests.
 Answers run one after the other, as in the original.
@@ -104,7 +104,7 @@ class Lm:
         return self.tokenizer.convert_tokens_to_ids(token)
 
     def ids(self, pieces: list[str | list[int]]) -> list[int]:
-        """Return the ids of pieces: texts, each tokenized by itself, and ids."""
+        """Return the ids of pieces: texts, which are tokenized separately, and lists of ids."""
         found: list[int] = []
         for piece in pieces:
             found += self.tokenizer(piece)["input_ids"] if isinstance(piece, str) else piece

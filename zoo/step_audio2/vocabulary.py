@@ -63,7 +63,7 @@ class Vocabulary:
         self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))))
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text. Whatever it spells, none of them is special."""
+        """Return the ids of a text. None of them is special, even if the text spells a special token."""
         return self._plain(text)
 
     def own(self, text: str) -> list[int]:

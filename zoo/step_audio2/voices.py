@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import resampled
 from zoo.nn.s3.campplus import CamPlus, Fbank
-from zoo.nn.s3.sizes import LOOKAHEAD, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
+from zoo.nn.s3.sizes import LOOKAHEAD, MEL_FFT, MEL_SAMPLES, MEL_TOP_HZ, MELS, RATE_HZ, TOKEN_FRAMES
 from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
 from zoo.request import AudioClip
 from zoo.step_audio2.config import SPEECH_HZ
@@ -32,7 +32,6 @@ from zoo.voices.references import References, content, mono
 FAMILY = "step_audio2"
 FOLDER, PATTERN = "assets", "default_*.wav"
 REFERENCE_S = (0.2, 30.0)
-FFT, TOP_HZ = 1920, 8000.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Cloner:
         self.tokenizer, self.speaker, self.device = tokenizer, speaker, device
         self.whisper_mel = WhisperMel(tokenizer.config.mels, device)
         self.fbank = Fbank(device)
-        self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
+        self.mel = LogMel(RATE_HZ, MEL_FFT, MEL_SAMPLES, MELS, device, MEL_TOP_HZ)
         self.voices: References[Voice] = References()
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker), device)
 

@@ -1,4 +1,4 @@
-"""What of a Markdown text is spoken: its words, without marks, addresses, emoji and blocks of code.
+"""The spoken part of a Markdown text: its words, without marks, addresses, emoji and blocks of code.
 
     "# News\n\nSee [the *docs*](https://a.b) 🎉\n\n```sh\nls\n```" ─> "News.\nSee the docs"
 
@@ -18,7 +18,7 @@ _PICTURE = "[\u231a\u231b\u23e9-\u23fa\u2600-\u27bf\u2b1b\u2b1c\u2b50\u2b55\U000
 # an emoji with what changes its colour and joins it to others, and the two marks of a digit in a box
 _EMOJI = re.compile(rf"{_PICTURE}(?:[\ufe0e\ufe0f\u200d\U000e0020-\U000e007f]|{_PICTURE})*|\ufe0f?\u20e3")
 _ADDRESS = re.compile(r"(?:https?://|www\.)[^\s<>]*[^\s<>.,;:!?)\]'\"]", re.IGNORECASE)
-# Only these, because models have tags of their own, such as <laugh>.
+# Only these, because models have their own tags, such as <laugh>.
 _HTML = re.compile(
     r"<!--.*?-->|</?(?:a|abbr|b|blockquote|br|center|code|dd|del|details|div|dl|dt|em|font|h[1-6]|hr|i|img|ins|kbd|li|mark"
     r"|ol|p|pre|q|s|small|span|strong|sub|summary|sup|table|tbody|td|th|thead|tr|u|ul)(?:\s[^<>]*)?/?>",

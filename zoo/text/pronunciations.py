@@ -161,7 +161,7 @@ class Reader:
         return is_near_end and is_boundary(self._before, text[at]) and self._lexicon.begins(text[at:])
 
     def _next(self, text: str, at: int) -> tuple[str, int]:
-        """Return what is said for the tag, the term or the character that begins here, and where it ends."""
+        """Return the spoken form of the tag, the term or the character that begins at `at`, and its end."""
         if (mark := MARKUP.match(text, at)) is not None:
             return mark[0], mark.end()
         if is_boundary(self._before, text[at]):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 class Writing:
-    """Characters from tokens. The beginning of a stop string is held back until it is certain what it is. is_stopped:
-    whether a stop string came; it and everything behind it are left out."""
+    """Characters from tokens. Characters that may begin a stop string are held back until this is certain.
+    is_stopped: whether a stop string came; it and everything after it are left out."""
 
     def __init__(self, stops: Sequence[str] = ()):
         self.stops = tuple(stops)

@@ -210,8 +210,6 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# The values are chosen to catch errors: none is one, zero, or so small that a missing branch of the network
-# would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.alpha$", 1.0, 0.2, False),

@@ -132,14 +132,8 @@ class VoxCPM2(Family[VoxState]):
 
     # on the host, outside the engine's loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, values, said)
         ids = torch.tensor(script.ids, device=self.device)  # [T]
@@ -164,6 +158,9 @@ class VoxCPM2(Family[VoxState]):
             slot=slot,
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     # at start-up
 

@@ -1,5 +1,5 @@
-"""What a clone needs of a recording: the vector of its voice and, to continue it, its codes. Both are made
-once, in fp32, and kept.
+"""The encodings of a recording that a clone needs: the vector of its voice and, to continue it, its codes.
+Both are made once, in fp32, and kept.
 
     clip ─ mono ─ speaker encoder ──────────────> voice [128]
          └ 44.1 kHz ─ zeros up to a whole frame ─ DAC's encoder ─> codes [F, 9]

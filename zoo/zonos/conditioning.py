@@ -1,4 +1,4 @@
-"""The prefix: what the model reads before the audio, one row of D values for each phoneme and for each
+"""The prefix that the model reads before the audio: one row of D values for each phoneme and for each
 condition.
 
     phonemes ─ embedding ─┐
@@ -32,7 +32,8 @@ class Phonemes(nn.Module):
 
 
 class Known(nn.Module):
-    """A condition that the second lane does not know: values -> [D]. null [D]: what that lane reads instead."""
+    """A condition that the second lane does not know: values -> [D]. null [D]: the row that this lane reads
+    instead."""
 
     def __init__(self, width: int):
         super().__init__()

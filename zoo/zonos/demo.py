@@ -5,8 +5,8 @@ speed measurements.
     write("mid", "mid")      # 160 million parameters; the codec as published
     write("full", "full")    # the published shapes and sizes, 4 GB
 
-A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in folders of
-their own, in fp32 whatever the model's dtype is.
+A tensor's values depend only on (seed, published name, shape). Codec and speaker encoder lie in separate
+folders, and are in fp32 for any dtype of the model.
 """
 
 from __future__ import annotations
@@ -115,9 +115,6 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
-# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
-# missing branch of the network would go unnoticed.
 MODEL_RULES: tuple[Rule, ...] = (
     (r"norm\w*\.weight$", 1.0, 0.1, False),
     (r"\.bias$", 0.0, 0.1, False),

@@ -118,14 +118,8 @@ class Zonos(Family[ZonosState]):
 
     # on the host, outside the engine's loop
 
-    def prompt(self, request: Request) -> Prompt:
-        return self._prompt(request)
-
-    def later_prompt(self, request: Request, said: Said) -> Prompt:
-        return self._prompt(request, said)
-
     @torch.inference_mode()
-    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
+    def prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
         script = self.writer(request, values, said)
         audio = columns(script.codes)  # [P + 1, K]
@@ -146,6 +140,9 @@ class Zonos(Family[ZonosState]):
             slot=self._slot(request, values, script, audio),
             usage={"input_tokens": script.num_text, "prompt_positions": len(first.inputs)},
         )
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self.prompt(request, said)
 
     def _prefix(self, script: Script, is_conditional: bool) -> Tensor:
         """Return the rows of a lane before the audio [T + 8, D]."""

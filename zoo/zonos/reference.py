@@ -1,11 +1,11 @@
 """Zonos by its own code, Zyphra/Zonos at bc40d98, as serving/tools/reference.py orders it: for `zoo bench
---against reference` and `zoo parity`. It runs as a script in an environment of its own, which
+--against reference` and `zoo parity`. It runs as a script in a separate environment, which
 tests/parity/environments.sh builds.
 
-What would be downloaded comes from the checkpoint's directory: transformers' DacModel and the speaker
-encoder. Japanese is read by Sudachi's core dictionary instead of the full one. The reference decodes the codes
-of a continued recording together with those of the speech; here the recording is cut off, as `zoo` does. Its
-limit garbles the last eight columns, so it makes more columns than are asked for, and the first ones are kept.
+transformers' DacModel and the speaker encoder come from the checkpoint's directory, not from a download.
+Japanese is read by Sudachi's core dictionary instead of the full one. The reference decodes the codes of a
+continued recording together with those of the speech; here the recording is cut off, as `zoo` does. Its limit
+garbles the last eight columns, so it makes more columns than are asked for, and the first ones are kept.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LEAST_VARIANCE, LAMBDA = 1e-5, 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the file says about the network."""
+    """The sizes of the network, from its file."""
 
     planes: int  # channels of the first layer; each further one has twice as many
     blocks: tuple[int, ...]  # of each layer

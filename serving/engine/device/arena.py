@@ -64,7 +64,7 @@ def common_page_bytes(families: Sequence[Family[Any]]) -> int:
 
 
 def check_there_is(num_bytes: int, device: torch.device) -> None:
-    """Raises ValueError for more memory than the device has, whoever uses it now."""
+    """Raises ValueError for more memory than the device has, free or in use."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
     else:

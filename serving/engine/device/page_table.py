@@ -77,8 +77,8 @@ class PageTable:
     ) -> dict[str, np.ndarray]:
         """Return the fields of a Batch over these sequences.
 
-        owner [T]: the sequence of each input. width: columns of the page table. Without a width, the columns
-        that are needed are rounded up to a power of two, so that launches look alike."""
+        owner [T]: the sequence of each input. width: columns of the page table. Without a width, the number
+        of needed columns is rounded up to a power of two, so that launches share shapes."""
         if width is None:
             num_pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
             width = min(1 << (num_pages - 1).bit_length(), self.max_pages)

@@ -1,8 +1,8 @@
 """A device's streams of work, and the copies that come back.
 
     lm        prompts into pages, steps; the report of a step
-    renders   windows to samples, beside the steps
-    prompts   requests to prompts, beside both
+    renders   windows to samples, next to the steps
+    prompts   requests to prompts, next to both
 
 Work on one stream is done in the order it is given in. Work on two streams is ordered by the host, which
 reads the first result before it launches the second, or by an event.

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 PAST_S = 8.0  # of each stream's past, for which the KV cache has room: few streams are at their ends at once
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
-SLOTS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
+SLOTS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # that are tried without --max-slots
 PREFILL_TOKENS = 256  # of the launch that is counted
 
 

@@ -8,7 +8,7 @@ STREAMING_PREFILL_TOKENS = 256
 """Prompt positions of one iteration at most: a long prompt costs the listeners one bounded launch per
 iteration."""
 THROUGHPUT_PREFILL_TOKENS = 1024
-"""The same bound while nobody listens."""
+"""The same bound for engines without listeners."""
 GPU_PREFILL_INTERVAL = 3
 """Iterations between launches of a few prompts on a GPU, where a short prefill takes as long as a step."""
 MAX_PROMPT_DELAY = 20

@@ -101,8 +101,8 @@ class ListenerRows:
         self.release(slot)
 
     def play(self, slots: np.ndarray, given_s: np.ndarray | float, now_s: float, frame_s: float) -> None:
-        """Let listeners [B] play `given_s` [B] seconds of audio behind what they have. frame_s: a frame's
-        length at speed 1."""
+        """Give listeners [B] `given_s` [B] more seconds of audio to play. frame_s: a frame's length at speed
+        1."""
         heard_s = given_s * self.frame_s[slots] / frame_s
         self.plays_until_s[slots] = np.maximum(self.plays_until_s[slots], now_s) + heard_s
 

@@ -78,7 +78,7 @@ class Hearing:
         return self._first + len(self._pcm) // SAMPLE_BYTES
 
     def num_added(self, num_bytes: int) -> int:
-        """Return about how many bytes the buffer grows by for so many bytes of audio."""
+        """Return about how many bytes the buffer grows by for `num_bytes` bytes of audio."""
         rate_hz, width = (PCM_HZ, SAMPLE_BYTES) if isinstance(self.format, Pcm) else (G711_HZ, 1)
         return num_bytes // width * RATE_HZ // rate_hz * SAMPLE_BYTES
 

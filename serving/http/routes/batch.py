@@ -18,7 +18,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import AWAY_RETRY_S, error_of, log_refused, outcome_of, refusal
-from serving.http.foreign import translated
+from serving.http.foreign_fields import translated
 from serving.http.keys import admit
 from serving.http.objects import BatchResult, BatchResults, Model, Usage
 from serving.http.quota import RETRY_S

@@ -14,7 +14,7 @@ from serving.books.manuscript import BOOK, chapter_file
 from serving.http import ranges
 from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
-from serving.http.foreign import translated
+from serving.http.foreign_fields import translated
 from serving.http.objects import ErrorBody
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.works.schemas import WORKS, WorkDeleted, WorkList, WorkObject, WorkUpload

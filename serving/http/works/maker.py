@@ -75,7 +75,7 @@ def request_for(server: Server, fields: dict[str, Any], text: str) -> Request:
 
 
 class Maker:
-    """Speaks one work. has_room: whether the files of all works may grow by so many bytes."""
+    """Speaks one work. has_room: returns whether the files of all works may grow by a number of bytes."""
 
     def __init__(self, server: Server, work: Work, has_room: Callable[[int], bool]):
         self.server, self.work, self.has_room = server, work, has_room

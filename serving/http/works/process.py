@@ -43,7 +43,7 @@ async def join(directory: Path, chapter: int | None = None) -> float:
 
 
 async def _run(*arguments: str) -> Outcome | None:
-    """Return what the process says, or None if it was killed. Cancelling kills it."""
+    """Return the outcome that the process reports, or None if it was killed. Cancelling kills it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving.books.process", *arguments),
         stdin=PIPE,  # closes with this process, and then the other one ends

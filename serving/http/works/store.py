@@ -4,7 +4,7 @@
     WORKS/ID/request.json    the fields of a speech request, without the text
     WORKS/ID/book.json ...   the texts and the speech (serving/books/manuscript.py)
 
-What is there is the progress, so a server that is killed loses the parts that were being spoken, and no more.
+These files are the progress, so a server that is killed loses only the parts that were being spoken.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChapterFacts(msgspec.Struct):
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What work.json says. key: the name of the API key that the work belongs to."""
+    """The contents of work.json. key: the name of the API key that the work belongs to."""
 
     id: str
     title: str

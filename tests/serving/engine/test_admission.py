@@ -1,5 +1,5 @@
-"""Who is let in: what is learned of turns and lengths, what is predicted of it, and what comes of that under
-load. All on a virtual clock."""
+"""Admission: the estimates of turns and lengths, the predictions from them, and their effect under load. All
+on a virtual clock."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_costs_are_remembered_while_the_load_does_not_change():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_iterations_leave_other_estimates_unchanged(seed):
-    """All slots taken, for thousands of turns, and times that stray: what was learned once became a hundred
-    times too much, and everybody was refused."""
+    """All slots are taken for thousands of turns, and times stray. Earlier estimates once became a hundred
+    times too large then, and every request was refused."""
     chance, costs = np.random.default_rng(seed), Costs()
     for turn in range(4000):
         slots = 8 if turn // 1000 % 2 == 0 else int(chance.integers(6, 9))

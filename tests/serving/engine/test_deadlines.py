@@ -1,4 +1,5 @@
-"""Whose window is next where steps wait for it: every rule alone, then whole engines on a virtual clock."""
+"""The choice of the next window if steps wait for renders: every rule alone, then whole engines on a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ COST = known()  # with its margin a window of 25 takes 0.247 s, and with a turn 
 
 
 def listeners(*slots: dict[str, float]) -> Deadlines:
-    """left_s, pending, and whatever else is not as of somebody who plays."""
+    """Return deadlines of listeners. slots: left_s, pending, and other values that differ from a playing
+    listener's."""
     usual = {
         "missing": 0,
         "plays": True,
@@ -158,7 +160,8 @@ def test_a_full_window_waits_for_listeners_with_earlier_deadlines():
 def scheduler(
     ready: list[int], plays_until_s: list[float] | None = None, **opened: list[Listener]
 ) -> Scheduler:
-    """Slots that have so many frames on their tapes; opened: for `Scheduler.open`, of each."""
+    """Return a scheduler whose slots have `ready` frames on their tapes. opened: arguments of
+    `Scheduler.open` for each slot."""
     made = Scheduler(len(ready), Streaming(), Window((25, 50, 100), grid=25), 0.04, is_one_by_one=True)
     made.timing.window_cost = COST
     for slot, frames in enumerate(ready):

@@ -13,7 +13,7 @@ from serving.cli.tools import memory
 from serving.engine.loading import placement
 from serving.engine.memory.device_map import bytes_by_device, device_map, layers
 from serving.engine.memory.memory_plan import plan
-from serving.engine.options import Options
+from serving.settings import ModelOptions, Settings
 from zoo.checkpoint.placement import placing
 from zoo.request import Request
 
@@ -76,16 +76,18 @@ def test_a_device_that_is_missing_is_refused():
 
 
 def test_without_a_gpu_a_device_map_is_refused():
-    options = Options(models={"a": str(directory("qwen3_tts", "tiny"))}, device="cpu", device_map="auto")
+    settings = Settings(
+        {"a": str(directory("qwen3_tts", "tiny"))}, model=ModelOptions("cpu", device_map="auto")
+    )
     with pytest.raises(ValueError, match="needs a GPU"):
-        placement(options, 1, None)
+        placement(settings, 1, None)
 
 
 def test_rounded_weights_are_not_spread_over_devices():
     models = {"a": str(directory("qwen3_tts", "tiny"))}
-    options = Options(models=models, device="cuda", device_map="auto", weights="fp8")
+    settings = Settings(models, model=ModelOptions("cuda", device_map="auto", weights="fp8"))
     with pytest.raises(ValueError, match="--weights fp8 needs all on one GPU"):
-        placement(options, 1, None)
+        placement(settings, 1, None)
 
 
 def test_weights_are_read_to_where_their_layer_lies():

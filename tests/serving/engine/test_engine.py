@@ -54,7 +54,7 @@ def speak(engine: Engine, *asked: Request) -> list[Listener]:
 
 
 def of_length(frames: int) -> Request:
-    """A request that the model itself ends after so many frames."""
+    """Return a request that the model itself ends after `frames` frames."""
     tries = (
         Request(text=letter, seed=seed, max_frames=20) for seed in range(30) for letter in "abcdefghijklmnop"
     )
@@ -297,7 +297,7 @@ def test_an_error_in_an_iteration_fails_every_request_and_reaches_the_caller(pla
 
 
 class Running:
-    """An engine in a thread of its own."""
+    """An engine in a separate thread."""
 
     def __init__(self, engine: Engine):
         self.engine, self.thread = engine, threading.Thread(target=engine.run)
@@ -381,7 +381,7 @@ def test_stop_fails_all_requests():
 
 
 def held(engine):
-    """Its numbers, but what it has counted of its work, and its process."""
+    """Return the engine's numbers, without the counts of its work and the facts of its process."""
     return {name: value for name, value in numbers(engine).items() if name not in WORK}
 
 
@@ -464,8 +464,8 @@ def test_a_family_that_cuts_its_renders_itself_is_given_all_rows(monkeypatch):
 @pytest.mark.compile
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
-    """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same
-    requests are seen to do."""
+    """For any number and length of requests. Without the marks that make one graph serve every size, the same
+    requests do compile."""
     torch._dynamo.reset()
     monkeypatch.setattr(
         "serving.engine.device.lowered.lower",

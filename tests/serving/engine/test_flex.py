@@ -1,5 +1,4 @@
-"""Requests that nobody waits for, beside those that somebody does, and the order of prompts. On a virtual
-clock."""
+"""Flexible requests next to requests with listeners, and the order of prompts. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ def run(simulation: Simulation, seconds: float = 100.0) -> None:
 
 
 def test_flexible_requests_do_not_delay_listeners():
-    """With 20 flexible requests beside it, first audio comes as it does alone, and there is no gap."""
+    """With 20 flexible requests next to it, a request gets its first audio as early as alone, without a
+    gap."""
     ttfa_s = {}
     for num_flex in (0, 20):
         simulation = room()

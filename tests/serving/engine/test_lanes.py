@@ -176,7 +176,7 @@ def test_steps_that_write_have_positions_too():
 
 
 def spelt(monkeypatch, text: str) -> None:
-    """Whatever tokens the toy writes, one after the other they detokenize this text, a byte each."""
+    """Make each token that the toy writes detokenize to the next byte of this text."""
     each = iter(text.encode())
     monkeypatch.setattr(SCRIBE, "detokenize", lambda token: bytes((next(each),)))
 

@@ -1,4 +1,4 @@
-"""What a model will take of a device, counted before any of it is taken."""
+"""The memory that a model will take on a device, counted before any of it is taken."""
 
 from dataclasses import replace
 from functools import cache
@@ -24,7 +24,7 @@ from serving.engine.memory.memory_plan import (
     usual_kv_bytes,
     usual_past_bytes,
 )
-from serving.engine.options import Options
+from serving.settings import Latency, Memory, ModelOptions, Policy, Settings
 from zoo import kernels
 from zoo.nn import residual
 
@@ -179,12 +179,12 @@ def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     free = int(exact.total / (1 - SPARE_PART)) + 1
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    slots, kv_memory_bytes = sizes(Options(models=models))
+    slots, kv_memory_bytes = sizes(Settings(models))
     assert slots == 2 and 0 <= kv_memory_bytes - exact.kv_cache <= 1
-    assert sizes(Options(models=models, max_slots=1))[1] > kv_memory_bytes
-    assert sizes(Options(models=models, max_slots=1, kv_memory_bytes=77)) == (1, 77)
+    assert sizes(Settings(models, memory=Memory(1)))[1] > kv_memory_bytes
+    assert sizes(Settings(models, memory=Memory(1, 77))) == (1, 77)
     with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
-        sizes(Options(models=models, max_slots=4))
+        sizes(Settings(models, memory=Memory(4)))
 
 
 def test_a_small_kv_memory_that_is_given_is_all_that_must_fit(monkeypatch):
@@ -194,16 +194,17 @@ def test_a_small_kv_memory_that_is_given_is_all_that_must_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     free = int(room / (1 - SPARE_PART)) + 1
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    assert sizes(Options(models=models, kv_memory_bytes=77)) == (4, 77)
+    assert sizes(Settings(models, memory=Memory(None, 77))) == (4, 77)
     with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
-        sizes(Options(models=models, max_slots=4))
-    slots, _ = sizes(Options(models=models))
-    assert sizes(Options(models=models, kv_memory_bytes=1 << 40)) == (slots, 1 << 40)
+        sizes(Settings(models, memory=Memory(4)))
+    slots, _ = sizes(Settings(models))
+    assert sizes(Settings(models, memory=Memory(None, 1 << 40))) == (slots, 1 << 40)
 
 
 def test_sizes_on_a_cpu_need_no_survey():
-    assert sizes(Options(models={"a": "nowhere"}, device="cpu")) == (8, None)
-    assert sizes(Options(models={"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)
+    models, how = {"a": "nowhere"}, ModelOptions("cpu")
+    assert sizes(Settings(models, model=how)) == (8, None)
+    assert sizes(Settings(models, model=how, memory=Memory(3, 5))) == (3, 5)
 
 
 @pytest.mark.slow
@@ -218,8 +219,9 @@ def test_several_models_share_the_room():
 def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(monkeypatch):
     model = {"m": str(directory("qwen3_tts", "tiny"))}
 
-    def slots(policy: str, **more: int) -> int:
-        return sizes(Options(models=model, device="cpu", policy=policy, **more))[0]
+    def slots(policy: Policy, max_slots: int | None = None) -> int:
+        how = ModelOptions("cpu")
+        return sizes(Settings(model, model=how, memory=Memory(max_slots), latency=Latency(policy)))[0]
 
     assert (slots("streaming"), slots("fifo"), slots("throughput")) == (8, 8, 64)
     assert slots("throughput", max_slots=3) == 3

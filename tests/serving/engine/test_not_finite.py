@@ -130,7 +130,7 @@ def test_the_depth_decoder_is_looked_at(name, depth, monkeypatch):
 
 
 def sick_and_well(name, monkeypatch):
-    """Return a family, a request that gives NaN, and one that begins alike and does not."""
+    """Return a family, a request that gives NaN, and a request with the same beginning that does not."""
     made = family(name)
     long = Request(text="hm" * 30, seed=SICK, max_frames=9)
     well = replace(long, seed=1)
@@ -141,7 +141,8 @@ def sick_and_well(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["toy", "toy_guided"])
 def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
-    """Otherwise one fault would end every request that begins alike, and the lane of guidance always does."""
+    """Otherwise one fault would end every request with the same beginning, and all lanes of guidance begin
+    the same."""
     made, long, well = sick_and_well(name, monkeypatch)
     speaking = engine(made)
     failed, heard = serve(speaking, {0: [long], 40: [well]})

@@ -116,7 +116,7 @@ def test_windows_that_do_not_fit_fail_their_requests_only(is_emulated, monkeypat
 @pytest.mark.parametrize("verb", ["save", "restore", "set_pages"])
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_pause_or_a_return_that_does_not_fit_fails_one_request(verb, report_lag, monkeypatch):
-    """Whoever speaks is paused every third turn."""
+    """A speaking request is paused every third turn."""
     asked = requests("toy", 4, max_frames=20)
     engine = Engine(
         family("toy"),

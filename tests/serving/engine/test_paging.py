@@ -1,4 +1,5 @@
-"""Pages by need: who gives up its pages and when, that it goes on bit for bit, and that nobody hears it."""
+"""Pages by need: which request gives up its pages and when, that it continues bit for bit, and that no
+listener hears it."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ arrivals = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(arrivals, st.integers(68, 120), st.integers(0, 200), st.integers(1, 6), st.booleans())
 def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
-    """And no position is written without a page of its own (the runner looks)."""
+    """The runner checks that every written position has its own page."""
     swap_memory_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
     room = simulation(pages, slots, guard=4.0, swap_memory_bytes=swap_memory_bytes)
     room.is_async = is_async
@@ -192,7 +193,7 @@ def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, save
 def ask(
     room: Simulation, seed: int, frames: int, listener: Listener, text_bytes: int = 40, **fields
 ) -> Heard:
-    """text_bytes: of which the engine expects so many frames."""
+    """text_bytes: the length from which the engine estimates the frames."""
     heard = Heard(room.clock.now_s)
     queued = room.engine.accept(
         f"{seed}", partial(room.hear, heard), listener=listener, text_bytes=text_bytes
@@ -341,7 +342,7 @@ def test_listeners_of_every_kind_end_whole_however_few_pages_there_are(asked, pa
 
 @with_and_without_lag
 def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
-    """Whoever speaks is paused every third turn, and comes back to other pages."""
+    """A speaking request is paused every third turn, and comes back to other pages."""
     engine = Engine(
         family(name),
         max_slots=3,

@@ -43,7 +43,7 @@ class Streams:
         self.paging = Paging(lambda: models, self.pages, self.max_saved, fail=lambda job: None)
 
     def add(self, num_pages: int, is_flexible: bool = False, **facts: Any) -> Job:
-        """Return a stream that holds so many pages; one without any is paused."""
+        """Return a stream that holds `num_pages` pages; one without pages is paused."""
         job = self._job(is_flexible, Facts(**facts))
         if num_pages:
             job.pages.lanes = [self.pages.take(num_pages)]

@@ -214,7 +214,7 @@ def test_a_next_pass_that_cannot_be_made_ends_the_answer_as_a_failure(monkeypatc
 
 
 def feed_in(room: Engine, pieces: list[bytes], turns: int) -> Listener:
-    """The text piece by piece, with so many turns between two."""
+    """Feed the text piece by piece, with `turns` turns between two pieces."""
     listener = Listener()
     room.speak("request", asked(text=pieces[0].decode(), is_open=True), listener)
     for i, piece in enumerate(pieces[1:], 2):
@@ -236,7 +236,8 @@ def test_text_that_arrives_equals_the_text_given_at_once(size, turns, report_lag
 
 
 def test_a_slot_that_waits_for_text_costs_nothing():
-    """The engine rests; another request goes on alone; and what was spoken is heard before it rests."""
+    """The engine rests, another request continues alone, and the spoken audio is heard before the engine
+    rests."""
     room, waiting, other = engine(), Listener(), Listener()
     [model] = room.models.values()
     room.speak("waiting", asked(text=TEXT[: HEAD + 20], is_open=True), waiting)

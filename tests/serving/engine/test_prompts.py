@@ -129,7 +129,7 @@ def test_a_gpu_without_speakers_fills_prompts_at_once():
 
 
 def with_a_newcomer(turn_s: float = 0.04) -> Timed:
-    """Two listeners were given 320 and 640 ms at time 0, and somebody's prompt is to be filled."""
+    """Two listeners got 320 and 640 ms at time 0, and the prompt of a third is to be filled."""
     scheduler = heard([4, 8, 0], turn_s)
     scheduler.close(2)
     scheduler.open(2, 10)

@@ -1,4 +1,4 @@
-"""One queue: a request is counted from the moment it is accepted, and who leaves is gone at once."""
+"""One queue: a request counts from the moment it is accepted, and one whose client leaves is gone at once."""
 
 from __future__ import annotations
 

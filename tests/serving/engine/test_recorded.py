@@ -1,6 +1,6 @@
-"""What an engine does on a GPU, on a CPU that calls itself one (tests/masquerade.py): recorded launches,
-padded to a bucket and replayed with new numbers, on streams that are late; requests that come and go at any
-moment. What is heard is what each says alone.
+"""The engine as on a GPU, on a CPU that calls itself one (tests/masquerade.py): recorded launches, padded to
+a bucket and replayed with new numbers, on streams that are late. Requests come and go at any moment, and each
+gives the same audio as alone.
 
 ZOO_RECORDED_REQUESTS=500 asks more of every family.
 """

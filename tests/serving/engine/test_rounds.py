@@ -112,8 +112,8 @@ busy_ones = st.lists(
 @EXAMPLES
 @given(busy_ones, st.integers(2, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
 def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens, gaps):
-    """Whoever speaks there, comes there, and fills long prompts there: first audio takes what its own prompt,
-    step and window take, and what is left of the launches under way, a prompt and a step at most."""
+    """The other model speaks, gets newcomers and fills long prompts. First audio takes the time of its own
+    prompt, step and window, and the rest of the launches under way: a prompt and a step at most."""
     begins_s, at_s = 0.0, []
     for gap_s in gaps:
         begins_s += gap_s
@@ -142,7 +142,7 @@ def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens
     )
 )
 def test_two_models_with_short_iterations_cause_no_gap(arrivals):
-    """Whatever falls into the rounds of both takes half of a frame at most; who is left out for a while is
+    """The rounds of both together take half of a frame at most, so a model that is left out for a while is
     back in time."""
     worst_s = FRAME_S / 4
     cost = Cost(
@@ -158,8 +158,8 @@ def test_two_models_with_short_iterations_cause_no_gap(arrivals):
 
 
 def test_a_model_whose_listeners_have_time_lets_others_begin():
-    """A long prompt there takes eight turns: here nobody takes a step until somebody would run dry, and
-    nobody does."""
+    """A long prompt of one model takes eight turns. The other model takes no step until a listener would run
+    dry, and none does."""
     two = Two()
     speakers = [two.ask("busy", 10, 200) for _ in range(3)]
     for _ in range(60):
@@ -177,7 +177,8 @@ def test_a_model_whose_listeners_have_time_lets_others_begin():
 
 
 def test_a_model_left_out_has_a_round_before_its_listeners_run_dry():
-    """There somebody is always about to begin: no listener here hears it, and all end."""
+    """In one model a request is always about to begin. No listener of the other hears it, and all requests
+    end."""
     prompts = Cost(QUICK.step_s, lambda tokens: 0.02, QUICK.render_s)
     two = Two(prompts)
     arrivals = [(0.2 + 0.05 * i, "quick", 250, 2) for i in range(100)]

@@ -1,5 +1,5 @@
-"""What one server compiled, any other of the same models finds: whatever its slots, its memory, and who is
-beside it."""
+"""Code that one server compiled serves every other server of the same models, with any slots, memory and
+neighbours."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, eve
 
 @pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
 def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
-    """Whoever is shorter than the lookahead is heard whole too."""
+    """A speech that is shorter than the lookahead is heard whole too."""
     server, rng = Server(16, policy, (4, 25), context=10), random.Random(3)
     arrivals = [
         (0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120)))

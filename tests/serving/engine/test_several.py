@@ -215,8 +215,8 @@ def holder(engine: Engine, listener: Listener) -> bool:
 
 
 def test_requests_of_another_model_skip_one_that_lacks_pages_a_bounded_number_of_times():
-    """The one at the head of the line needs most of the arena; the other model could always use what there
-    is, and asks for ever."""
+    """The request at the head of the queue needs most of the arena. The other model could always use the free
+    pages, and gets new requests without end."""
     both = engine(
         "hum",
         "buzz",
@@ -387,7 +387,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
 
 @pytest.mark.compile
 def test_nothing_compiles_once_all_are_warm(monkeypatch):
-    """What was lowered for one model is not thrown away for the other."""
+    """The code lowered for one model is not thrown away for the other."""
     torch._dynamo.reset()
     lower = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(

@@ -168,7 +168,7 @@ def test_the_listener_plays_seconds_not_frames():
 
 @pytest.mark.parametrize(("speed", "heard_frames"), [(1.0, 25.0), (2.0, 12.5), (0.5, 50.0)])
 def test_a_fast_listener_runs_dry_sooner(speed, heard_frames):
-    """And a slow one later, so that others go first; a slot's next tenant has a speed of its own."""
+    """A slow one runs dry later, so that others go first. The slot's next request has its own speed."""
     scheduler = speaking(slots=())
     scheduler.open(0, prompt_tokens=0, listener=Listener(is_metered=True, speed=speed))
     report(scheduler, {0: 25})

@@ -1,4 +1,4 @@
-"""Listeners who say what they take, and take it slowly, or not at all."""
+"""Listeners that report how much audio they take, and take it slowly or not at all."""
 
 from __future__ import annotations
 

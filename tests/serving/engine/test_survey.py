@@ -13,18 +13,15 @@ import zoo
 from serving import protocol, supervisor
 from serving.engine import survey
 from serving.engine.memory.memory_plan import plan
-from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.on_demand.survey import Survey, decoder
-from serving.settings import EngineArguments, ModelOptions, Settings
+from serving.settings import EngineArguments, Memory, ModelOptions, Settings
 
 
-def options(models, **more):
-    return Options(models={name: str(path) for name, path in models.items()}, device="cpu", **more)
-
-
-def surveyed(models, told=lambda fraction, name: None, **more):
-    return survey.survey(options(models, **more), told)
+def surveyed(models, told=lambda fraction, name: None, **memory):
+    paths = {name: str(path) for name, path in models.items()}
+    settings = Settings(paths, model=ModelOptions(device="cpu"), memory=Memory(**memory))
+    return survey.survey(settings, told)
 
 
 @pytest.fixture

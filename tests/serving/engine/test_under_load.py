@@ -1,5 +1,5 @@
-"""What holds whatever comes: nobody starves, bounds are kept, deadlines are met where they can be, and every
-request ends, once. The real engine on a virtual clock, and requests of all kinds: plain, metered, flexible,
+"""Rules that hold under any load: no request starves, bounds are kept, possible deadlines are met, and every
+request ends once. The real engine on a virtual clock, and requests of all kinds: plain, metered, flexible,
 fast, that leave, that do not read."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ rooms = st.fixed_dictionaries(
 
 
 class Room:
-    """An engine, and whoever asks it. `look` is called after every turn."""
+    """An engine and its clients. `look` is called after every turn."""
 
     def __init__(self, slots, pages, saved_pages, policy, is_async, max_ttfa_s, cost=COST, guard=4.0):
         """guard: times its frames that a speech may have, as far as its prompt says."""
@@ -125,7 +125,7 @@ class Room:
         self.engine.prepare(place, lambda: request)
 
     def run(self, all_asked: list[Asked], look: Callable[[], None] = lambda: None) -> None:
-        """Until everybody has ended."""
+        """Run until every request has ended."""
         waiting = sorted(enumerate(all_asked), key=lambda pair: pair[1].at_s)
         here: dict[int, Asked] = {}
         for _ in range(100_000):
@@ -166,8 +166,8 @@ class Room:
 @settings(EXAMPLES, max_examples=40)
 @given(st.lists(asked, min_size=1, max_size=25), rooms)
 def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
-    """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of
-    the line and what is promised are kept after every turn."""
+    """Clients leave, do not read or are refused, and pages are few: after every turn the counts of pages and
+    slots are right, and the bounds of the queue and of promised pages are kept."""
     max_ttfa_s = room["max_ttfa_s"]
     room = Room(**room)
     engine, model, pages = room.engine, room.model, room.engine.pages
@@ -279,8 +279,8 @@ def test_a_large_request_at_the_head_is_skipped_a_bounded_number_of_times(pages,
 
 
 def test_an_urgent_listener_does_not_wait_for_the_windows_of_others():
-    """Where a launch returns when it is done, a window is given before the next one of the same turn is made,
-    and is on its way by then."""
+    """If a launch returns when it is done, each window is delivered before the next one of the same turn is
+    rendered."""
     room, rendered, given, turns = Room(6, 2000, 0, "streaming", False, None), [], [], []
     render, flush = room.model.runner.render, []
 
@@ -335,8 +335,8 @@ def test_first_audio_lasts_until_the_next_window_if_iterations_are_long(monkeypa
 
 
 def slow(jitter: Callable[[], float] = lambda: 1.0) -> Cost:
-    """Of a model whose turn takes most of a frame on two cores, as it was measured; jitter: what a launch
-    takes more, times."""
+    """The measured cost of a model whose turn takes most of a frame on two cores. jitter: returns the factor
+    by which a launch takes longer."""
     return Cost(
         step_s=lambda slots: jitter() * (0.0258 + 0.0019 * slots),
         prefill_s=lambda tokens: jitter() * 0.012,
@@ -348,7 +348,7 @@ def slow(jitter: Callable[[], float] = lambda: 1.0) -> Cost:
 
 
 def begun(cost: Cost, slots: int) -> Simulation:
-    """It is known what turns take."""
+    """Return a simulation that has measured its turns."""
     simulation = Simulation(Voice(guard=1.0), cost, settings={"max_slots": slots, "max_ttfa_s": 600.0})
     for rate in (2.0, 4.0):
         begins_s = simulation.clock.now_s
@@ -373,15 +373,16 @@ def asked_at(simulation: Simulation, arrivals: list[tuple[float, int]]) -> list[
     st.lists(st.tuples(st.floats(0, 4), st.integers(5, 60)), min_size=1, max_size=12),
 )
 def test_newcomers_cause_no_gap_if_an_iteration_takes_most_of_a_frame(slots, arrivals):
-    """Up to four who speak, whoever comes whenever: a turn of four takes two thirds of a frame, and with
-    newcomers more than one."""
+    """Up to four listeners speak, and newcomers come at any time. A turn of four takes two thirds of a frame,
+    and with newcomers more than one."""
     heard = asked_at(begun(slow(), slots), arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
     assert max(one.late_s for one in heard) <= 1e-9
 
 
 def uneven(seed: int) -> Callable[[], float]:
-    """What a launch takes more than usual, times: a tenth or so, and one in fifty nearly twice as long."""
+    """Return factors of launch times: most launches take up to a tenth longer, and one in fifty nearly twice
+    as long."""
     chance = np.random.default_rng(seed)
     return lambda: float(np.exp(abs(chance.normal(0, 0.08)))) * (1.8 if chance.random() < 0.02 else 1.0)
 
@@ -409,7 +410,7 @@ def test_a_launch_that_takes_twice_its_time_causes_no_gap(monkeypatch):
     st.lists(st.tuples(st.floats(0, 4), st.integers(5, 60)), min_size=1, max_size=12),
 )
 def test_a_prompt_longer_than_an_iteration_causes_no_gap(slots, arrivals):
-    """Who would run dry meanwhile is served before it is filled."""
+    """A listener that would run dry meanwhile is served before the prompt is filled."""
     cost = replace(slow(), prefill_s=lambda tokens: 0.06)
     heard = asked_at(begun(cost, slots), arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
@@ -454,8 +455,8 @@ def test_batched_windows_leave_time_for_more_streams(monkeypatch):
 
 @pytest.mark.slow
 def test_stale_estimates_are_tried(monkeypatch):
-    """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is
-    not seen again unless somebody tries, while who speaks has audio in hand."""
+    """Turns of two seemed to take twice as long as turns of one, so one listener speaks at a time. The time
+    of two is measured again only if the engine tries it, while the speaking listener has audio left."""
     waited = []
     for turns in (10**9, admission.STALE_ITERATIONS):
         monkeypatch.setattr(admission, "STALE_ITERATIONS", turns)

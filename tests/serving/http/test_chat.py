@@ -10,6 +10,7 @@ import pytest
 import soundfile
 from audio_files import decoded
 from served import connected, serving
+from uploads import spoken
 
 from zoo.glm4_voice import write_demo
 
@@ -26,18 +27,6 @@ def client(tmp_path_factory):
     model = f"glm={write_demo(directory / 'model')}"
     with serving(directory, "--no-warm", models=[model]) as url, connected(url) as client:
         yield client
-
-
-def spoken(seconds=1.0, rate_hz=16_000):
-    """Return a message with a clip."""
-    t = np.arange(int(seconds * rate_hz)) / rate_hz
-    file = io.BytesIO()
-    soundfile.write(file, np.sin(2 * np.pi * 200 * t) / 3, rate_hz, format="WAV")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {
-        "role": "user",
-        "content": [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}],
-    }
 
 
 def asked(client, messages, **fields):

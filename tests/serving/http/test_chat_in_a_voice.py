@@ -8,6 +8,7 @@ import openai
 import pytest
 import soundfile
 from served import connected, serving
+from uploads import spoken
 
 from zoo.step_audio2 import write_demo
 
@@ -27,17 +28,6 @@ def client(tmp_path_factory):
         yield client
 
 
-def clip(seconds, rate_hz=16_000):
-    t = np.arange(int(seconds * rate_hz)) / rate_hz
-    file = io.BytesIO()
-    soundfile.write(file, np.sin(2 * np.pi * 200 * t) / 3, rate_hz, format="WAV")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {
-        "role": "user",
-        "content": [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}],
-    }
-
-
 def asked(client, messages, **fields):
     settings = {"model": "step", "seed": 1, "temperature": 1.0, "max_completion_tokens": 60}
     return client.chat.completions.create(messages=messages, **{**settings, **fields})
@@ -51,7 +41,7 @@ def test_a_third_turn_prefills_only_its_new_positions(client):
     """Rows of clips, paddings and codes are all found again."""
     page, messages, answers = 16, [{"role": "system", "content": "Be brief."}], []
     for seconds in (1.0, 2.0, 0.5):
-        messages.append(clip(seconds))
+        messages.append(spoken(seconds))
         answers.append(asked(client, messages, **AUDIO))
         messages.append({"role": "assistant", "audio": {"id": answers[-1].choices[0].message.audio.id}})
     first, second, third = (answer.usage for answer in answers)
@@ -78,15 +68,15 @@ def test_voices_differ_and_text_has_none(client):
 
 
 def test_a_text_may_follow_a_clip(client):
-    both = clip(1.0)
+    both = spoken(1.0)
     both["content"].append({"type": "text", "text": "What is it?"})
-    alone, longer = asked(client, [clip(1.0)]).usage, asked(client, [both]).usage
+    alone, longer = asked(client, [spoken(1.0)]).usage, asked(client, [both]).usage
     assert longer.prompt_tokens > alone.prompt_tokens
     assert longer.prompt_tokens_details.audio_tokens == alone.prompt_tokens_details.audio_tokens == 13
 
 
 def test_a_clip_is_transcribed(client):
-    file = base64.b64decode(clip(1.0)["content"][0]["input_audio"]["data"])
+    file = base64.b64decode(spoken(1.0)["content"][0]["input_audio"]["data"])
     words = client.audio.transcriptions.create(model="step", file=("a.wav", file))
     assert words.usage.input_token_details.audio_tokens == 13 and isinstance(words.text, str)
 

@@ -9,7 +9,7 @@ from fake_engine import FEEDER, MODEL
 from http_server import Server, error
 from sessions import spoken
 
-from serving.http.dictionary import Dictionary
+from serving.http.pronunciations import Dictionary
 from serving.settings import Limits
 
 SHARED = [{"term": "once", "say": "one"}, {"term": "twice", "say": "two", "voice": "ryan"}]

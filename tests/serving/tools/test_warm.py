@@ -9,7 +9,7 @@ from toy import Toy
 import zoo
 from compile_cache.strategy import Whole
 from serving.engine.device.lowered import Lowered
-from serving.engine.options import Options
+from serving.settings import Memory, ModelOptions, Settings
 from serving.tools.warm import warm
 from zoo.contract import KV
 
@@ -27,8 +27,8 @@ def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     monkeypatch.setattr(zoo, "find", lambda model: model)
     monkeypatch.setattr(zoo, "load", lambda model, *_, **__: toys[model])
     steps: list[tuple[float, str]] = []
-    options = Options(models={"a": "toy", "b": "other"}, device="cpu", max_slots=2)
-    one, two = warm(options, lambda *step: steps.append(step))
+    settings = Settings({"a": "toy", "b": "other"}, model=ModelOptions("cpu"), memory=Memory(2))
+    one, two = warm(settings, lambda *step: steps.append(step))
     assert (one["model"], two["model"]) == ("a", "b")
     for done in (one, two):
         # The eager backend keeps no kernels.

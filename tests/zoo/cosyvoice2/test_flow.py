@@ -10,7 +10,6 @@ import torch
 from models import family
 from torch import Tensor
 
-from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
@@ -98,24 +97,6 @@ class Speech:
 
     def move(self, *given: object) -> Tensor:
         return self.flow.advance(*given)
-
-
-@pytest.fixture
-def _as_on_gpu(monkeypatch):
-    """Compile without inductor, which takes longer and does not affect what these tests check."""
-
-    def mark(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
-        for tensor in tensors:
-            torch._dynamo.mark_dynamic(tensor, dim)
-
-    compiled = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, **how: compiled(function, backend="eager", fullgraph=True, dynamic=False),
-    )
-    monkeypatch.setattr(lowering, "any_size", mark)
-    torch._dynamo.reset()
 
 
 STREAMS = [(0, 0, 50), (50, GRID, 31), (175, 0, 50), (1000, 2 * GRID, 0), (25, GRID, 7)]

@@ -10,7 +10,6 @@ from models import family
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
@@ -81,7 +80,7 @@ def test_no_sample_is_held_longer_than_necessary(vocoder, mel):
 
 @pytest.mark.compile
 @torch.inference_mode()
-def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypatch):
+def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, _as_on_gpu):
     class Speech:
         def __init__(self) -> None:
             self.vocoder = vocoder
@@ -89,18 +88,6 @@ def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, 
         def say(self, *given: object) -> tuple[Tensor, Tensor, Tensor]:
             return self.vocoder(*given)
 
-    def as_on_gpu(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
-        for tensor in tensors:
-            torch._dynamo.mark_dynamic(tensor, dim)
-
-    compiled = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, **how: compiled(function, backend="eager", fullgraph=True, dynamic=False),
-    )
-    monkeypatch.setattr(lowering, "any_size", as_on_gpu)
-    torch._dynamo.reset()
     fast, before = lower(Speech().say, Parts((VOCODER,))), counts().graphs
     generator = torch.Generator().manual_seed(0)
     harmonics = vocoder.config.harmonics

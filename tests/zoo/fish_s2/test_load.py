@@ -7,11 +7,10 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from models import directory, family
+from models import change_json, directory, family
 from safetensors.torch import load_file
 
 import zoo
@@ -29,16 +28,6 @@ FINGERPRINT = "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"
 @pytest.fixture
 def copied(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file or of one of its blocks. None removes a key."""
-    content = json.loads(file.read_text())
-    inner = content if block is None else content[block]
-    inner |= values
-    for key in [key for key, value in inner.items() if value is None]:
-        del inner[key]
-    file.write_text(json.dumps(content))
 
 
 def change_codec(path: Path, drop: str = "", **values: torch.Tensor) -> None:
@@ -181,7 +170,7 @@ def test_the_licence_is_shown_and_logged(caplog):
 
 
 def test_fish_audio_drama_is_claimed_and_refused(copied):
-    change(copied / "config.json", model_type="fish_omni")
+    change_json(copied / "config.json", model_type="fish_omni")
     assert claims(copied)
     refused(
         copied, "is Fish Audio Drama, which has another architecture; supported: 'fish_qwen3_omni'.*'dual_ar'"
@@ -257,7 +246,7 @@ def test_another_codec_is_refused(copied):
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(copied, block, values, message):
-    change(copied / "config.json", block, **values)
+    change_json(copied / "config.json", block, **values)
     refused(copied, message)
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from models import directory, family
+from models import change_json, directory, family
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -24,16 +23,6 @@ TINY = directory("higgs_v3", "tiny")
 @pytest.fixture
 def copied(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file or of one of its blocks. None removes a key."""
-    content = json.loads(file.read_text())
-    inner = content if block is None else content[block]
-    inner |= values
-    for key in [key for key, value in inner.items() if value is None]:
-        del inner[key]
-    file.write_text(json.dumps(content))
 
 
 def refused(path: Path, message: str) -> None:
@@ -111,7 +100,7 @@ def test_a_directory_without_an_index_loads(copied):
 
 
 def test_rope_theta_defaults_to_a_million(copied):
-    change(copied / "config.json", "text_config", rope_parameters=None)
+    change_json(copied / "config.json", "text_config", rope_parameters=None)
     assert zoo.load(copied, "cpu").config == family("higgs_v3").config
 
 
@@ -121,7 +110,7 @@ def test_rope_theta_defaults_to_a_million(copied):
 def test_the_family_claims_only_its_model_type(copied):
     assert claims(copied)
     for model_type in ("qwen3", None):
-        change(copied / "config.json", model_type=model_type)
+        change_json(copied / "config.json", model_type=model_type)
         assert not claims(copied)
 
 
@@ -165,14 +154,14 @@ def test_the_family_claims_only_its_model_type(copied):
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
 def test_unsupported_configs_are_refused(block, values, message, copied):
-    change(copied / "config.json", block, **values)
+    change_json(copied / "config.json", block, **values)
     refused(copied, message)
 
 
 def test_a_codec_with_other_strides_is_refused(copied):
     config = json.loads((copied / "config.json").read_text())["audio_encoder_config"]["codec_config"]
     config["acoustic_model_config"]["downsampling_ratios"] = [8, 5, 4, 2]
-    change(copied / "config.json", "audio_encoder_config", codec_config=config)
+    change_json(copied / "config.json", "audio_encoder_config", codec_config=config)
     refused(copied, r"downsampling_ratios=\[8, 5, 4, 2\]; only \[8, 5, 4, 2, 3\] is known")
 
 
@@ -185,12 +174,12 @@ def test_errors_name_a_missing_file(name, copied):
 def test_a_tokenizer_of_another_model_is_refused(copied):
     content = json.loads((copied / "tokenizer.json").read_text())
     kept = [token for token in content["added_tokens"] if token["content"] != "<|audio|>"]
-    change(copied / "tokenizer.json", added_tokens=kept)
+    change_json(copied / "tokenizer.json", added_tokens=kept)
     refused(copied, r"tokenizer.json lacks tokens of Higgs Audio V3: <\|audio\|>")
     content["added_tokens"][-1]["id"] = 999
-    change(copied / "tokenizer.json", added_tokens=content["added_tokens"])
+    change_json(copied / "tokenizer.json", added_tokens=content["added_tokens"])
     refused(copied, "tokenizer.json has ids up to 999, but the model has 384 text rows")
-    change(copied / "tokenizer.json", added_tokens=content["added_tokens"], model={"type": "none"})
+    change_json(copied / "tokenizer.json", added_tokens=content["added_tokens"], model={"type": "none"})
     refused(copied, "tokenizer.json is not a tokenizer")
 
 

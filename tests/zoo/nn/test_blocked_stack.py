@@ -54,7 +54,7 @@ def packed(make, bits: int = 16, count: int = 3) -> nn.Module:
 
 def launch(lengths: list[int], new: list[int]) -> Batch:
     """Return a launch of sequences that have `lengths` positions, of which `new` are written now. Their pages
-    are shuffled; older positions are random, and what nobody wrote is NaN."""
+    are shuffled; older positions are random, and unwritten ones are NaN."""
     generator = torch.Generator().manual_seed(0)
     pages, rows_of_page, num = -(-max(lengths) // PAGE), 2 * PAGE * (FIRST_LAYER + 3), len(lengths)
     table = torch.randperm(num * pages, generator=generator).view(num, pages) * rows_of_page

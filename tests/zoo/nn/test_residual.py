@@ -199,7 +199,7 @@ def test_convolutions_without_an_activation_equal_torch_for_any_cut_of_a_stream(
 @pytest.mark.parametrize("threads", [1, 3])
 @torch.inference_mode()
 def test_the_kernels_change_the_pasts_of_slots_in_place(threads, monkeypatch):
-    """To the bytes of rows that are copied out and back. The last two rows are padding, of the slot of nobody."""
+    """To the bytes of rows that are copied out and back. The last two rows are padding, of the spare slot."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     part, x = Part(32, Snake), heard(32, 5)
     ours = torch.randn(6, part.layout.size, generator=torch.Generator().manual_seed(2))

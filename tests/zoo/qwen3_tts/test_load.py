@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import directory, family
+from models import change_json, directory, family
 from safetensors import safe_open
 
 import zoo
@@ -23,12 +23,6 @@ TINY = directory("qwen3_tts", "tiny")
 @pytest.fixture
 def copied(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def change(file: Path, **values: Any) -> None:
-    """Set keys of a JSON file. None removes a key."""
-    content = json.loads(file.read_text()) | values
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 # loaded models
@@ -120,7 +114,7 @@ def test_a_fine_tuned_model_with_one_voice_needs_no_voice_name(dialect, copied):
     """Its config keeps the Base model's speaker_encoder_config, although the tensors are gone."""
     config = json.loads((copied / "config.json").read_text())
     talker = config["talker_config"] | {"spk_id": {"Anna": 100}, "spk_is_dialect": {"Anna": dialect}}
-    change(
+    change_json(
         copied / "config.json",
         talker_config=talker,
         speaker_encoder_config={"enc_dim": 32, "sample_rate": 24000},
@@ -151,9 +145,9 @@ def test_a_directory_without_a_model_is_refused(tmp_path, copied):
 
 
 def test_an_unknown_model_type_is_refused(copied):
-    change(copied / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+    change_json(copied / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     refused(copied, "has model_type 'llama'; known families: .*qwen3_tts")
-    change(copied / "config.json", model_type=None, architectures=None)
+    change_json(copied / "config.json", model_type=None, architectures=None)
     refused(copied, "has model_type None; known families: .*qwen3_tts")
 
 
@@ -171,7 +165,7 @@ def test_an_unknown_model_type_is_refused(copied):
     ids=["25 Hz", "variant", "no key", "no block"],
 )
 def test_unsupported_configs_are_refused(values, message, copied):
-    change(copied / "config.json", **values)
+    change_json(copied / "config.json", **values)
     refused(copied, message)
 
 
@@ -198,7 +192,7 @@ def test_an_invalid_vocabulary_is_refused(copied):
 
 def test_a_config_that_does_not_match_the_tensors_is_refused(copied):
     config = json.loads((copied / "config.json").read_text())
-    change(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
+    change_json(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
     refused(
         copied,
         r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)",
@@ -239,7 +233,7 @@ def test_errors_name_a_value_out_of_range_and_the_possible_values(block, values,
     file = block if block.endswith(".json") else "config.json"
     if block == "talker_config":
         values = {block: json.loads((copied / file).read_text())[block] | values}
-    change(copied / file, **values)
+    change_json(copied / file, **values)
     refused(copied, message)
 
 

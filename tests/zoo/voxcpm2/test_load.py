@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from models import directory, family
+from models import change_json, directory, family
 from one_pass import decode_latents
 from safetensors.torch import load_file, save_file
 
@@ -27,16 +26,6 @@ TINY = directory("voxcpm2", "tiny")
 @pytest.fixture
 def copied(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file, or of a block of it. None removes a key."""
-    content = json.loads(file.read_text())
-    target = content[block] if block else content
-    target |= values
-    for key in [key for key, value in target.items() if value is None]:
-        del target[key]
-    file.write_text(json.dumps(content))
 
 
 def refused(path: Path, message: str) -> None:
@@ -77,7 +66,7 @@ def test_directories_are_claimed_by_their_config(config, expected, tmp_path):
     "change_to", [{"architecture": None}, {"model_type": "voxcpm"}, {"architecture": "VoxCPM2"}]
 )
 def test_a_re_upload_is_recognised_by_its_content(change_to, copied):
-    change(copied / "config.json", **change_to)
+    change_json(copied / "config.json", **change_to)
     assert zoo.load(copied, "cpu").spec.family == "voxcpm2"
 
 
@@ -137,7 +126,7 @@ def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     torch.save(tensors, path / "pytorch_model.bin")
-    change(path / "config.json", patch_size=None)
+    change_json(path / "config.json", patch_size=None)
     loaded = zoo.load(path, "cpu")
     assert (loaded.spec.frame_shape, loaded.spec.frame_samples) == ((2, 8), 60)
     speech = zoo.generate(loaded, Request(text="hello world", max_frames=5))
@@ -173,7 +162,7 @@ def test_the_first_generation_refuses_what_it_cannot_do():
 
 def test_a_re_upload_without_an_architecture_is_recognised_by_its_other_keys(tmp_path):
     path = demo.write(tmp_path / "model", "tiny-1.5")
-    change(path / "config.json", architecture=None, model_type="voxcpm2")
+    change_json(path / "config.json", architecture=None, model_type="voxcpm2")
     assert zoo.load(path, "cpu").spec.variant == "voxcpm1.5"
 
 
@@ -204,7 +193,7 @@ def test_a_re_upload_without_an_architecture_is_recognised_by_its_other_keys(tmp
     ],
 )
 def test_unsupported_configs_are_refused(block, values, message, copied):
-    change(copied / "config.json", block, **values)
+    change_json(copied / "config.json", block, **values)
     refused(copied, message)
 
 

@@ -208,7 +208,7 @@ class Stage(nn.Module):
     ) -> Tensor:
         return self._transform(self.resnet(x, shift, state), seen, mask, caches, layers)
 
-    # A region holds four blocks instead of one because each region begins and ends with kernels of its own.
+    # A region holds four blocks instead of one because each region begins and ends with its own kernels.
     @torch.compiler.nested_compile_region
     def _transform(
         self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor | PagedLayer, layers: Tensor

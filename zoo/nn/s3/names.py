@@ -76,19 +76,23 @@ def _estimator(config: FlowSizes) -> dict[str, str]:
     stages += [(f"mid_blocks.{i}", f"middle.{i}") for i in range(config.num_mid)]
     names: dict[str, str] = {}
     for theirs, ours in ((f"{root}.{theirs}", f"{own}.{ours}") for theirs, ours in stages):
-        pairs |= {
-            f"{theirs}.0.mlp.1": f"{ours}.resnet.time",
-            f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut",
-        }
-        for block in ("block1", "block2"):
-            pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
-            pairs[f"{theirs}.0.{block}.block.2"] = f"{ours}.resnet.{block}.norm"
-        for j in range(config.num_blocks):
-            names |= transformer_block(f"{theirs}.1.{j}", f"{ours}.blocks.{j}")
+        names |= stage(theirs, ours, config.num_blocks, norm=2)
     return names | both(pairs)
 
 
-def transformer_block(theirs: str, ours: str) -> dict[str, str]:
+def stage(theirs: str, ours: str, num_blocks: int, norm: int) -> dict[str, str]:
+    """Return the names of a stage of the estimator -> ours. norm: the number of a resnet's norm in its block."""
+    pairs = {f"{theirs}.0.mlp.1": f"{ours}.resnet.time", f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut"}
+    for block in ("block1", "block2"):
+        pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
+        pairs[f"{theirs}.0.{block}.block.{norm}"] = f"{ours}.resnet.{block}.norm"
+    names = both(pairs)
+    for j in range(num_blocks):
+        names |= _transformer_block(f"{theirs}.1.{j}", f"{ours}.blocks.{j}")
+    return names
+
+
+def _transformer_block(theirs: str, ours: str) -> dict[str, str]:
     """Return the names of a transformer block of the estimator -> ours."""
     pairs = {f"{theirs}.norm1": f"{ours}.attention_norm", f"{theirs}.norm3": f"{ours}.mlp_norm"}
     pairs |= {f"{theirs}.attn1.to_out.0": f"{ours}.out", f"{theirs}.ff.net.0.proj": f"{ours}.widen"}

@@ -1,4 +1,4 @@
-"""What the networks behind S3 codes have in common when they are compiled; data only."""
+"""Facts about compilation that the networks after S3 codes share; data only."""
 
 from compile_cache.strategy import Part
 

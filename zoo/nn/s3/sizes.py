@@ -11,6 +11,7 @@ NUM_UP_LAYERS = 4
 GRID = 25  # tokens of a chunk, which all attend to each other
 LOOKAHEAD = 3  # tokens after a chunk that the flow's encoder reads
 FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
+MEL_FFT, MEL_TOP_HZ = 1920, 8000.0  # of the mel that the flow reads of a recording
 
 
 @dataclass(frozen=True)

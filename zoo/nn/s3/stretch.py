@@ -66,7 +66,7 @@ class Seen:
         self.index = torch.where(is_new, place, self.capacity)
         self._sight: tuple[Tensor, Tensor] | None = None
 
-    # What follows from the window's size is no field: one graph holds for all sizes.
+    # Values that follow from the window's size are properties, so that one graph holds for all sizes.
     @property
     def num(self) -> int:
         return self.index.shape[1]
@@ -125,8 +125,8 @@ class Seen:
 class PagedLayer:
     """One layer of the past of a launch's rows, in pages of an arena.
 
-    Every chunk of a past has the same number of pages, which hold the layers one behind the other. Its last
-    page in `pages` is nobody's: positions that are not stored are written there.
+    Every chunk of a past has the same number of pages, which hold the layers one behind the other. The last
+    page in `pages` belongs to no chunk: it takes the writes of positions that are not stored.
     """
 
     arena: Tensor  # [_, page_values]
@@ -136,7 +136,7 @@ class PagedLayer:
 
     def rows(self, place: Tensor, grid: int, width: int) -> Tensor:
         """Return where places [B, N] of the past lie in the arena, in rows of `width` values, of which a
-        chunk has `grid`. The place behind the last one is nobody's."""
+        chunk has `grid`. The place after the last one belongs to no chunk."""
         page_values, per_chunk = self.arena.shape[1], (self.pages.shape[1] - 1) // self.num_chunks
         value = self.first + place % grid * width
         column = place // grid * per_chunk + value // page_values
@@ -144,8 +144,8 @@ class PagedLayer:
         return (page * page_values + value % page_values) // width
 
     def exchange(self, seen: Seen, new: Tensor) -> Tensor:
-        """Return the held positions [B, held, ...], zeros where none is seen, and write new ones
-        [B, Q, ...]."""
+        """Return the held positions [B, held, ...], with zeros for those that are not seen, and write new
+        ones [B, Q, ...]."""
         width = new[0, 0].numel()
         values = self.arena.view(-1, *new.shape[2:])
         place = torch.arange(seen.held, device=new.device).expand(len(new), -1)

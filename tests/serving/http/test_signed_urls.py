@@ -7,8 +7,8 @@ import pytest
 from fake_engine import CLONER, MODEL
 from http_server import Server, error
 
-from serving.http.links import MAX_URL_CHARS, Links
 from serving.http.quota import client_address
+from serving.http.signed_urls import MAX_URL_CHARS, Links
 from serving.http.speech import Speech
 
 KEY = {"authorization": "Bearer sk-a"}

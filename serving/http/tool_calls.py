@@ -67,7 +67,7 @@ def read(inside: str) -> tuple[str, str] | None:
 
 
 def in_openais_form(calls: list[tuple[str, str]], id: str) -> list[dict[str, Any]]:
-    """Return the calls of the answer `id`, with IDs of their own."""
+    """Return the calls of the answer `id`, each with its own ID."""
     return [
         {"id": f"call_{id}_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)

@@ -6,7 +6,7 @@ from fake_engine import ANSWERER, CALLER
 from http_server import Server
 from uploads import recording
 
-from serving.http.tools import Calls, read, written
+from serving.http.tool_calls import Calls, read, written
 from serving.settings import Limits
 
 CALL = written("add", '{"a": 1}')

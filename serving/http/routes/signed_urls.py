@@ -12,7 +12,12 @@ from litestar.types import ASGIApp
 
 from serving.http.errors import SPEECH
 from serving.http.keys import current
-from serving.http.links import (
+from serving.http.prepare import RESPONSES, prepared
+from serving.http.quota import remember_client
+from serving.http.requests import ForgetfulRequest, request_of
+from serving.http.schemas import URLRequest
+from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server, check_api_key, given_key
+from serving.http.signed_urls import (
     NOT_IN_URLS,
     SIGN,
     Links,
@@ -21,11 +26,6 @@ from serving.http.links import (
     not_in_urls,
     options_from_text,
 )
-from serving.http.prepare import RESPONSES, prepared
-from serving.http.quota import remember_client
-from serving.http.requests import ForgetfulRequest, request_of
-from serving.http.schemas import URLRequest
-from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server, check_api_key, given_key
 from serving.http.speech import Speech
 
 
