@@ -5,7 +5,8 @@
 
 A request's context is its segments, in order: first those of its conversation, or else its references or the
 recording of its voice; then its turns. Nothing separates them. The label and the text are tokenized as one
-string, and nothing is stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23, models/csm/processing_csm.py.
+string, and nothing is stripped. Source: SesameAILabs/csm at 2d72082, generator.py; transformers 5.23,
+models/csm/processing_csm.py.
 """
 
 from __future__ import annotations
