@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -333,3 +334,14 @@ def check_writable(out: Path) -> None:
     there = out if out.exists() else out.absolute().parent
     if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{out} cannot be written: it must be a file in an existing, writable directory")
+
+
+def writable_directory(path: Path, option: str) -> str:
+    """Make the directory of an option if there is none, and return its absolute path. Raises ValueError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: {path} is not a writable directory: {error.strerror}") from None
+    return str(path.resolve())

@@ -31,7 +31,8 @@ def run() -> None:
         status = command.main(sys.argv[1:] or ["--help"], prog_name="zoo", standalone_mode=False)
     except typer.TyperException as error:
         why = error.format_message().removesuffix(".").replace("Value error, ", "")  # pydantic's words
-        fail(f"{why} (see zoo --help)", error.exit_code)
+        context = getattr(error, "ctx", None)  # of a usage error, a class that typer does not export
+        fail(f"{why} (see {context.command_path if context else 'zoo'} --help)", error.exit_code)
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:  # such as a full disk; commands name the files that they check

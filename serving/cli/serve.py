@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from serving.cli.common import app, named_directories, num_bytes, repository_names
+from serving.cli.common import app, named_directories, num_bytes, repository_names, writable_directory
 from serving.cli.flags import with_groups
 from serving.cli.limit_flags import Limits
 from serving.cli.on_demand_flags import OnDemand
@@ -61,7 +61,7 @@ def serve(
         host=listening.host,
         port=listening.port,
         playground=listening.playground,
-        voices_dir=None if voices_dir is None else str(voices_dir.resolve()),
+        voices_dir=None if voices_dir is None else writable_directory(voices_dir, "--voices-dir"),
         pronunciations=model.pronunciations_path(),
         sentence_gap_s=model.sentence_gap_s,
         aligner=model.aligner_settings(),

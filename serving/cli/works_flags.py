@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from serving.cli.common import WORKS, num_bytes
+from serving.cli.common import WORKS, num_bytes, writable_directory
 from serving.settings import WorksSettings
 
 
@@ -54,4 +54,4 @@ class Works:
             "disk_bytes": None if self.max_works_bytes is None else num_bytes(self.max_works_bytes),
         }
         limits = {name: value for name, value in given.items() if value is not None}
-        return WorksSettings(directory=str(self.works_dir.resolve()), **limits)
+        return WorksSettings(directory=writable_directory(self.works_dir, "--works-dir"), **limits)

@@ -200,7 +200,8 @@ BAD = [
         ["serve", ".", "--host", "no.such.host.invalid", "--port", "0"],
         "cannot listen on no.such.host.invalid",
     ),
-    (["serve", ".", "--sing"], "--sing"),
+    (["serve", ".", "--sing"], "(see zoo serve --help)"),
+    (["cache", "prune", "--sing"], "--sing (see zoo cache prune --help)"),
     (["serve", ".", "--private-metrics"], "--private-metrics requires an API key; set one with --api-key"),
     (["serve", ".", "--log", "xml"], "'json', 'text'"),
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
@@ -225,6 +226,14 @@ BAD = [
     (
         ["serve", "--max-works", "5"],
         "--max-works, --max-document-bytes and --max-works-bytes need --works-dir",
+    ),
+    (
+        ["serve", "--works-dir", "README.md"],
+        "--works-dir: README.md is not a writable directory: File exists",
+    ),
+    (
+        ["serve", "--voices-dir", "README.md"],
+        "--voices-dir: README.md is not a writable directory: File exists",
     ),
     (["serve", "--model-dir", "/no/such"], "--model-dir"),
     (["serve", ".", "--model-dir", "zoo"], "--model-dir serves the models in zoo; leave out ."),
