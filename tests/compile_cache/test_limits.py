@@ -36,6 +36,10 @@ def write(tmp_path, monkeypatch):
         ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}, None, MACHINE_BYTES),
         # a unit in a slice: the lower limit of both
         ("0::/a/b\n", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "200000 100000", "a/memory.max": "7"}, 0.5, 7),
+        ("0::/a:b\n", {"a:b/memory.max": "7"}, None, 7),
+        # the group of another controller does not count
+        ("4:memory:/m\n2:cpu:/c\n", {"cpu/m/cpu.cfs_quota_us": "5", "cpu/m/cpu.cfs_period_us": "10"}, None, MACHINE_BYTES),
+        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "400000"}, None, MACHINE_BYTES),
         # a container sees its own group as the root, but may read the host's path
         (V1.format("/pod/one"), {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0, MACHINE_BYTES),
         (V1.format("/"), {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, MACHINE_BYTES),

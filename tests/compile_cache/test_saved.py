@@ -172,7 +172,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_loaded(model, tmp_path):
     with Start(model, place) as first:
         first.check(inputs(8))
     [file] = place.glob("*.saved")
-    (place / f"other-{file.name.split('-')[1]}").write_bytes(b"a program")
+    (place / f"other-{file.name.split('-')[1]}").write_bytes(file.read_bytes())
     with Start(model, place) as second:
         second.saved.name = "other"
         second.check(inputs(8))
