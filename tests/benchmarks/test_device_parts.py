@@ -126,6 +126,7 @@ def test_everything_compiled_lies_in_one_folder(tmp_path):
     assert device_parts.environment(None) == {}
 
 
+@pytest.mark.slow
 def test_parts_start_in_order_and_only_so_many_run_at_once(tmp_path):
     out = tmp_path / "r.json"
     result = {"calls": [{}]}

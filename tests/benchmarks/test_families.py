@@ -65,6 +65,7 @@ def test_a_family_that_fails_says_why_and_the_others_go_on(code, why):
     assert why in measured("csm", [sys.executable, "-c", code], 0.5 if "sleep" in code else 20)
 
 
+@pytest.mark.slow
 def test_what_took_too_long_leaves_no_process(tmp_path):
     """A reference is a child of the command that is ended."""
     child = f"import time, os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"

@@ -8,6 +8,7 @@ from benchmarks import listening
 from serving.engine.engine import Engine
 
 
+@pytest.mark.slow
 def test_steps_are_measured_alone_and_next_to_clips():
     model = family("glm4_voice")
     lines = listening.measure(Engine(model, max_slots=2, compile=False), 2, 0.3, 1.0, clips=2)

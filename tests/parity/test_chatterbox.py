@@ -55,6 +55,7 @@ def request_of(case: dict) -> Request:
     return Request(temperature=0.0, references=references, options=options, split_text=False, **fields)
 
 
+@pytest.mark.slow
 def test_the_demos_are_the_checkpoints_of_the_reference():
     for name, digest in FACTS["sha256"].items():
         size, file = name.split("/")

@@ -97,6 +97,7 @@ def test_hidden_states_and_logits_equal_the_reference(case, ours, monkeypatch):
         torch.testing.assert_close(logits[:known], expected["logits"][i, :known], **LM_CLOSE)
 
 
+@pytest.mark.slow
 def test_the_penalty_changes_the_codes(ours):
     """Without it most of the fixtures' requests give different codes."""
     changed = 0

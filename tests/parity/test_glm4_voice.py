@@ -51,7 +51,7 @@ def test_codes_of_clips_are_the_reference_s(model, name):
     assert model.writer.ear(clip(name)).tolist() == FACTS["heard"][name]
 
 
-@pytest.mark.parametrize("name", ["written", "spoken"])
+@pytest.mark.parametrize("name", [pytest.param("written", marks=pytest.mark.slow), "spoken"])
 def test_greedy_answers_are_the_reference_s(model, name):
     """Codes and text, token by token, and the samples of the whole answer."""
     request, expected = request_of(name), FACTS["answers"][name]

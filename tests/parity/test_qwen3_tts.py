@@ -159,6 +159,7 @@ SPOKEN = Request(
 )
 
 
+@pytest.mark.slow
 def test_the_penalty_counts_every_generated_code_and_no_prompt():
     asked = replace(SPOKEN, repetition_penalty=1.2, max_frames=60)
     heads: list[Tensor] = []

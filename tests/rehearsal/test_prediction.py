@@ -171,6 +171,7 @@ def test_every_conversation_has_all_of_its_turns():
     assert len(heard) == 18 and all(one.end is not None and one.audio_s > 0 for one in heard)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_twice_as_long_halves_the_audio():
     fast, slow = (
         followed(served(counts(megabytes), 4), streams=4, frames=100, seconds=20, ramp_s=2)[0]

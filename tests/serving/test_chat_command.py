@@ -106,6 +106,7 @@ def test_turns_are_typed_or_spoken_and_answers_are_played(model, played):
     np.testing.assert_allclose(np.concatenate(played[0][1:]), first.samples.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_text_and_audio_come_while_the_answer_is_made(tmp_path, monkeypatch):
     """The answer has 115 codes, and text before, between and behind its windows."""
     came, take = [], chat.Answer.take
@@ -132,6 +133,7 @@ def test_text_and_audio_come_while_the_answer_is_made(tmp_path, monkeypatch):
     assert done.stdout.splitlines()[-1] == f"{path}: {len(samples) / 24_000:.2f} s of audio"
 
 
+@pytest.mark.slow
 def test_answers_are_spoken_in_the_voice_of_a_recording(tmp_path):
     model, recording = directory("step_audio2", "tiny"), tone(tmp_path / "voice.wav", 1.0)
     question = tone(tmp_path / "question.wav", 0.5)

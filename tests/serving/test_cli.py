@@ -281,6 +281,7 @@ def test_a_bad_argument_is_one_line_that_says_what_is_possible(zoo, arguments, s
     assert says in refused(zoo(*arguments))
 
 
+@pytest.mark.slow
 def test_a_demo_checkpoint_that_cannot_be_written(zoo, tmp_path, checkpoint):
     assert "tiny" in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "x", "--size", "huge"))
     assert str(checkpoint) in refused(zoo("demo-checkpoint", "qwen3_tts", checkpoint))
@@ -392,6 +393,7 @@ def test_say_takes_options(zoo, checkpoint, tmp_path):
     assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
 
 
+@pytest.mark.slow
 def test_say_speaks_at_the_given_speed(zoo, checkpoint, tmp_path):
     def say(*more):
         out = tmp_path / "out.wav"
@@ -412,6 +414,7 @@ def test_say_speaks_at_the_given_loudness(zoo, checkpoint, tmp_path):
     assert "--loudness" in refused(zoo("say", "Hello.", "-m", checkpoint, "--loudness", 0))
 
 
+@pytest.mark.slow
 def test_say_normalizes_and_splits_texts_if_asked(zoo, checkpoint, tmp_path):
     def say(text, *more):
         out = tmp_path / "out.wav"

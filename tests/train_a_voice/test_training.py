@@ -388,6 +388,7 @@ def voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "voice"
 
 
+@pytest.mark.slow
 def test_both_voices_of_the_checkpoint_speak(voice: Path) -> None:
     family = zoo.load(voice, device="cpu", dtype=torch.float32)
     assert zoo.inspect(voice)["voices"] == sorted(flite.SPEAKERS)

@@ -407,6 +407,7 @@ def test_a_line_is_walked_once_an_iteration(monkeypatch):
     assert len(joined) < 40
 
 
+@pytest.mark.slow
 def test_a_session_that_waits_for_text_takes_the_place_of_nobody():
     """Two may speak at once. Two sessions have played all of their audio, so two listeners are heard at once,
     and then the sessions speak on."""

@@ -17,7 +17,7 @@ from serving.settings import ModelOptions, Settings
 from zoo.checkpoint.placement import placing
 from zoo.request import Request
 
-NAMES = ("chatterbox", "cosyvoice2", "csm", "fish_s2", "higgs_v3", "orpheus", "qwen3_tts", "voxcpm2", "zonos")
+OTHERS = ("chatterbox", "cosyvoice2", "csm", "fish_s2", "higgs_v3", "orpheus", "voxcpm2", "zonos")
 PLENTY = 1 << 40
 
 
@@ -101,7 +101,9 @@ def test_weights_are_read_to_where_their_layer_lies():
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["qwen3_tts", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_layers_on_the_host_give_the_same_samples(name):
     """accelerate's hooks bring the tensors of every layer for its runs, and leave nothing in it."""
     path = directory(name, "tiny")

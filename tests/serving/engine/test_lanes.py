@@ -87,6 +87,7 @@ def test_a_model_without_guidance_refuses_it_by_name():
     assert refused.value.param == "cfg_scale"
 
 
+@pytest.mark.slow
 def test_only_what_is_spoken_is_guided():
     """Until the audio phase the model writes what it would write unguided."""
     differ = 0

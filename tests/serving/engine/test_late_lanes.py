@@ -89,6 +89,7 @@ def test_steps_before_the_first_frame_are_learned_apart_from_the_length_of_speec
     assert usual[1] == 0 and usual[0] < model.pages.num_needed(next(LATE.passes(guided(0))))[0]
 
 
+@pytest.mark.slow
 def test_each_pass_counts_its_own_text(monkeypatch):
     """Otherwise later passes would seem to begin late, and so would new requests."""
     served, counts = engine(), list[int]()

@@ -187,6 +187,7 @@ def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
         sizes(Settings(models, memory=Memory(4)))
 
 
+@pytest.mark.slow
 def test_a_small_kv_memory_that_is_given_is_all_that_must_fit(monkeypatch):
     """A larger one than usual does not take slots away."""
     room = plan(shapes("qwen3_tts", "bfloat16"), 4, kv_memory_bytes=77).total

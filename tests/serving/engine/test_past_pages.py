@@ -76,6 +76,7 @@ def test_a_past_grows_with_its_stream_and_is_given_back():
     np.testing.assert_allclose(listener.samples, alone(asked), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_streams_of_one_voice_share_the_chunks_of_its_prompt():
     with masquerade():
         paged = Paged()

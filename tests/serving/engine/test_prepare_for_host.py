@@ -70,6 +70,7 @@ print(given_back, faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a C library of its own ways"
 )

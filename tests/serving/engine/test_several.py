@@ -133,6 +133,7 @@ def test_pages_of_another_dtype_are_cleared(report_lag, monkeypatch):
         same(listener, half, request)
 
 
+@pytest.mark.slow
 @LAGS
 def test_prefix_pages_are_shared_by_one_models_requests_and_never_across(report_lag):
     """Two models with other weights and equal keys."""

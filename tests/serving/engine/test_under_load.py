@@ -392,6 +392,7 @@ def at_random(rate: float, count: int, frames: int = 25) -> list[tuple[float, in
     return [(float(at_s), frames) for at_s in times]
 
 
+@pytest.mark.slow
 def test_a_launch_that_takes_twice_its_time_causes_no_gap(monkeypatch):
     """First audio lasts for more turns than it takes to make the next."""
     late = []

@@ -146,6 +146,7 @@ def test_decoding_stops_at_the_longest_duration(monkeypatch):
     assert sum(fed) <= 48_000
 
 
+@pytest.mark.slow
 def test_randomly_changed_files_are_read_or_refused():
     """Some of these files name a codec that has no decoder."""
     mutate, seeds = random.Random(1), [in_container("matroska", "flac"), in_container("mp4", "aac")]

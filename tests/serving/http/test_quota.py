@@ -129,6 +129,7 @@ def test_a_place_is_free_once_the_body_is_read():
     assert seen == [1, 1, 0] and quota.num_held == 0
 
 
+@pytest.mark.slow
 def test_an_open_answer_holds_no_recording(server):
     """The server drops the body, its base64 and the samples; only the engine has them."""
     noise = np.random.default_rng(1).uniform(-0.5, 0.5, 20 * 44_100).astype(np.float32)
@@ -200,6 +201,7 @@ def test_a_body_counts_until_its_last_chunk_or_until_it_is_dropped():
     assert memory.num_held == 0
 
 
+@pytest.mark.slow
 def test_refused_requests_leave_nothing_in_a_reference_cycle(server):
     gc.collect()
     gc.disable()

@@ -90,6 +90,7 @@ def test_an_idle_utterance_closes_the_session_and_frees_its_slot(tmp_path, model
         assert (len(server.engine.cancelled) == 1) == (model == "feeder")
 
 
+@pytest.mark.slow
 def test_an_idle_session_is_closed_but_not_during_a_long_speech(tmp_path):
     with Server(tmp_path, limits=Limits(session_idle_s=0.4)) as server, session(server) as client:
         client.configure()

@@ -274,6 +274,7 @@ def test_a_full_disk_fails_each_item(run, monkeypatch):
     assert tally.failed == 3 and "No space left" in results(run.out.directory)["ben"]["error"]
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit_takes_no_room(tmp_path):
     """Only a small disk is full; a limit on the size of a file fails in the same way."""
     script = (

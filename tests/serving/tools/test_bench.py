@@ -67,6 +67,7 @@ def test_models_without_preset_voices_are_measured_too(name, size):
     assert result["runs"][0]["frames"] == 3
 
 
+@pytest.mark.slow
 def test_the_requests_have_the_given_options(monkeypatch):
     asked: list[Request] = []
     monkeypatch.setattr(measured, "drive", lambda *args: asked.append(args[3]) or [])

@@ -72,6 +72,7 @@ def test_chunks_are_as_long_as_the_whole_speech(speaking):
     assert all(part.isfinite().all() for part in parts)
 
 
+@pytest.mark.slow
 def test_multilingual_drops_the_noise_of_the_last_code_with_and_without_chunks():
     place = directory("chatterbox", "tiny-multilingual")
     for chunked in (True, False):

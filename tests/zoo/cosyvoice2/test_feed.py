@@ -193,6 +193,7 @@ def test_the_end_may_come_without_a_token():
     agrees(listener, PROMPTED)
 
 
+@pytest.mark.slow
 def test_a_request_cancelled_while_it_waits_for_text_leaves_no_state_behind():
     speaking = Speaking(MODEL, max_slots=1)
     request, rest = cut(PROMPTED)

@@ -63,6 +63,7 @@ def paged(flow: Flow, rows: int, held: FlowCache) -> PagedCache:
     return PagedCache(held, arena, torch.cat((order, torch.zeros(rows, 1, dtype=torch.int64)), 1))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_pages_hold_the_past_like_rows(flow):
     """The streams advance from stretch to stretch until their rings have wrapped around."""

@@ -117,6 +117,7 @@ def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
     return torch.cat(heard)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_large_batch_is_rendered_in_several_parts(model):
     exact = copy.deepcopy(model).double()

@@ -110,6 +110,7 @@ def pad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{place}.may_follow_values", lambda _: False)
 
 
+@pytest.mark.slow
 def test_padded_rows_give_what_they_give_alone(monkeypatch):
     """On a GPU all slots share a launch of fixed shapes; here that path runs on a CPU."""
     model = family(NAME)

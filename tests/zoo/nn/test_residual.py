@@ -259,6 +259,7 @@ WITH_FILTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_FILTERS)
 def test_the_plain_loop_speaks_without_the_freed_weights(name):
     model = zoo.load(directory(name, "tiny"), "cpu", "float32")

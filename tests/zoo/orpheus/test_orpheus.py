@@ -246,6 +246,7 @@ def test_a_bare_config_with_the_published_vocabulary_is_claimed(tmp_path):
     assert zoo.families()["orpheus"].claims(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_published_ids_follow_from_the_published_vocabulary(tmp_path):
     """Source: canopyai/Orpheus-TTS, orpheus_tts/engine_class.py: the ids around a prompt, and the first
     code."""

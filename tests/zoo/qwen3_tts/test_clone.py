@@ -476,6 +476,7 @@ def test_requests_with_equal_references_share_pages(text_mode, report_lag):
         np.testing.assert_allclose(listener.samples, zoo.generate(BASE, request).samples, **SAMPLES)
 
 
+@pytest.mark.slow
 def test_the_engine_serves_designed_voices():
     asked = [
         DESIGNED,

@@ -110,6 +110,7 @@ def test_a_slot_without_text_waits_while_others_go_on(report_lag):
     agrees(VOICE, hungry, NAMED)
 
 
+@pytest.mark.slow
 def test_an_engine_whose_slots_all_wait_for_text_sleeps_until_the_next_token():
     engine = Engine(VOICE, max_slots=2, compile=False)
     request, rest = cut(VOICE, NAMED)
@@ -138,6 +139,7 @@ def test_an_engine_whose_slots_all_wait_for_text_sleeps_until_the_next_token():
     agrees(VOICE, listener, NAMED)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_text_may_come_without_a_token():
     """The slot waits after its last token. When the client ends the text, the slot speaks its last frames."""
     speaking = Speaking(VOICE)
