@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
-from compile_cache.strategy import Part, Parts, Whole
+from compile_cache.strategy import Eager, Part, Parts, Whole
 
 
 class Model:
@@ -49,6 +49,31 @@ def test_code_of_another_instruction_set_is_not_taken_from_inductors_cache(monke
         assert int(lower(Model(3).step, Whole())(torch.tensor(5))) == 16
         misses.append(counters["inductor"]["fxgraph_cache_miss"])
     assert misses == [1, 1, 0]
+
+
+@pytest.mark.compile
+def test_a_function_of_two_graphs_is_an_error_that_says_where():
+    class Broken(Model):
+        def step(self, x: Tensor, *, more: int = 1) -> Tensor:
+            torch._dynamo.graph_break()
+            return x * self.weight + more
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\._dynamo\.graph_break\(\)"):
+        lower(Broken(3).step, Whole())(torch.tensor(5))
+
+
+@pytest.mark.compile
+def test_each_size_that_nobody_marked_has_a_graph():
+    """Dynamo would make it a variable at the second one."""
+    step, before = lower(Model(3).step, Whole()), counts().graphs
+    for size in (2, 3, 4):
+        step(torch.ones(size))
+    assert counts().graphs - before == 3
+
+
+def test_an_eager_function_is_the_function_itself():
+    step = Model(3).step
+    assert lower(step, Eager()) is step
 
 
 class Inner:
