@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from compile_cache import limits
 from serving.engine.device.streams import Streams
 from zoo.contract import Family, Past
-from zoo.nn.rows import to_device
 
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 CHUNK_PAGES = 64  # pages of a chunk of a renderer's past at most: a chunk is far larger than 16 positions
@@ -77,7 +75,8 @@ def check_there_is(num_bytes: int, device: torch.device) -> None:
 
 class Arena:
     """Pages of bytes on the device. Each family reads them as rows of keys and values,
-    `page_tokens` positions a page.
+    `page_tokens` positions a page. It reads what it wrote there, and nothing else: bytes of an earlier owner
+    may be NaN in its dtype.
 
     Page i is the scratch of family i, which padding writes to. Raises ValueError for a size that leaves no
     other page.
@@ -99,8 +98,6 @@ class Arena:
         check_there_is(self.num_pages * self.page_bytes, self.device)
         self.streams = Streams(self.device)
         self.bytes = torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
-        # of what was last written to each page
-        self.dtypes: list[torch.dtype | None] = [None] * self.num_pages
 
     def page_tokens(self, family: Family[Any]) -> int:
         return self.page_bytes // token_bytes(family)
@@ -125,18 +122,3 @@ class Arena:
     def by_page(self) -> Tensor:
         """-> [P, bytes]"""
         return self.bytes.view(self.num_pages, -1)
-
-    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> None:
-        """Clear those of the pages that another dtype was written to, before the family writes to them. Its
-        values may be NaN in this one, and attention reads past a sequence's end with a weight of 0, which
-        does not hide a NaN."""
-        foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
-        if foreign:
-            self.streams.lm.run(partial(self._clear, foreign))
-        for page in pages:  # once they are cleared, for which the device may have too little memory
-            self.dtypes[page] = family.dtype
-
-    def _clear(self, pages: Sequence[int]) -> tuple[()]:
-        at = to_device(torch.tensor(pages), self.device)
-        self.by_page.index_fill_(0, at, 0)
-        return ()

@@ -135,7 +135,6 @@ class Runner:
         self.kv_lens[sequences[: len(skips)]] = skips
         self.table.opens_at[slot] = NEVER
         self.prompts[slot] = prompt.lanes
-        self.arena.hand_over([page for own in pages for page in own], self.family)
         for tensor in prompt.tensors():
             self.streams.lm.borrow(tensor)
 
@@ -173,7 +172,6 @@ class Runner:
     def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
         """Give a lane all its pages: those it had, and new ones, or none."""
         self.table.set_pages(self.table.sequence(slot, lane), pages)
-        self.arena.hand_over(pages, self.family)
 
     def set_past(self, slot: int, pages: Sequence[int]) -> None:
         """Give a slot all pages of its past: those it had, and new ones. The engine must launch a step before
@@ -181,7 +179,6 @@ class Runner:
         assert self.past is not None, f"{self.family.spec.family} keeps no past in pages"
         self.past[slot] = self.past[-1]
         self.past[slot, : len(pages)] = pages
-        self.arena.hand_over(pages, self.family)
 
     def save(self, pages: Sequence[int]) -> AsyncCopy:
         """Copy to the host what is written to these pages by now, and by work in flight."""

@@ -131,11 +131,10 @@ class SlotPages:
         fresh = self.pages.take(len(lanes) + num_past)
         if fresh is None:
             return False
-        for lane, page in zip(lanes, fresh, strict=False):  # the job's before a launch, as in `restore`
+        for lane, page in zip(lanes, fresh, strict=False):
             job.pages.lanes[lane].append(page)
-        job.pages.past += fresh[len(lanes) :]
-        for lane in lanes:
             self.runner.set_pages(job.slot, lane, job.pages.lanes[lane])
+        job.pages.past += fresh[len(lanes) :]
         if num_past:
             self.runner.set_past(job.slot, job.pages.past)
         self.count(job)

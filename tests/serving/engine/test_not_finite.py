@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from masquerade import LateStream, masquerade
-from models import NAMES, TOYS, Clock, Listener, alone, family, requests, serve
+from models import NAMES, TOYS, Clock, Listener, alone, directory, family, requests, serve
 from torch import Tensor, nn
 from toy import FRAME_SAMPLES
 
+import zoo
 from serving.engine.engine import Engine
 from zoo.contract import Family, Prompt, following
 from zoo.request import Request
@@ -168,3 +169,44 @@ def test_later_requests_share_no_page_of_a_paused_request_that_failed(name, monk
     [heard] = serve(speaking, {0: [well]})
     assert is_well(heard, name, well) and speaking.pages.shared == 0
     assert speaking.pages.free == speaking.pages.num_pages
+
+
+def spoil_free_pages(speaking: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each iteration, fill all pages that no request holds with bytes that are NaN in every dtype. No
+    later request finds a prompt's pages."""
+    run, arena, pages = speaking.rounds.run, speaking.arena, speaking.pages
+
+    def spoiled() -> Any:
+        arena.by_page[[page for page in range(arena.num_pages) if not pages._references[page]]] = 0xFF
+        return run()
+
+    monkeypatch.setattr(speaking.rounds, "run", spoiled)
+    monkeypatch.setattr(pages, "publish", lambda *given: None)
+
+
+@pytest.mark.parametrize("report_lag", [0, 1])
+@pytest.mark.parametrize("name", EACH)
+def test_a_request_reads_no_bytes_that_others_left_in_its_pages(name, report_lag, monkeypatch):
+    """Nor those of scratch pages. Another model may have written them in another dtype."""
+    asked = requests(name, 5, max_frames=12)
+    speaking = engine(family(name), report_lag=report_lag)
+    spoil_free_pages(speaking, monkeypatch)
+    heard = serve(speaking, {0: asked[:3], 7: asked[3:]})
+    assert all(is_well(listener, name, request) for listener, request in zip(heard, asked, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["toy_guided", "toy_late", pytest.param("cosyvoice2", marks=pytest.mark.slow)]
+)
+def test_a_launch_of_padded_rows_reads_no_bytes_of_others(name, monkeypatch):
+    """As on a GPU, where a launch reads all pages of its page table, and a renderer its past in pages."""
+    asked = requests(name, 3, max_frames=40)
+    truth = [alone(name, request) for request in asked]
+    assert truth
+    LateStream.chance.seed(3)
+    with masquerade():
+        made = TOYS[name]() if name in TOYS else zoo.load(directory(name, "tiny"), "cuda", "float32")
+        speaking = engine(made, report_lag=1)
+        spoil_free_pages(speaking, monkeypatch)
+        heard = serve(speaking, {0: asked})
+    assert all(is_well(listener, name, request) for listener, request in zip(heard, asked, strict=True))
