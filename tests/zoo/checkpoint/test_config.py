@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zoo.checkpoint.config import ConfigBlock
+from zoo.checkpoint.config import ConfigBlock, change
 
 NAN = float("nan")
 READ: dict[str, Callable[[ConfigBlock], Any]] = {
@@ -93,3 +93,18 @@ def test_only_known_values_are_expected():
             block.expect(**known)
     with pytest.raises(ValueError, match="layers=1; only null and false are known"):
         block.expect_none("layers")
+
+
+def test_a_key_must_be_the_product_of_the_rates():
+    block = ConfigBlock({"hop": 320}, "codec")
+    block.expect_product("hop", 320)
+    with pytest.raises(ValueError, match="codec has hop=320; the rates multiply to 640"):
+        block.expect_product("hop", 640)
+
+
+def test_changes_reach_into_blocks_and_add_no_key():
+    config = {"codec": {"hop": 320, "rates": [2]}, "name": {"a": 1}}
+    change(config, {"codec": {"rates": [4, 2]}, "name": "b"}, "config.json")
+    assert config == {"codec": {"hop": 320, "rates": [4, 2]}, "name": "b"}
+    with pytest.raises(ValueError, match="codec has no 'hops'; it has: hop, rates"):
+        change(config, {"codec": {"hops": 1}}, "config.json")

@@ -18,6 +18,11 @@ from zoo.text.pauses import Part, next_part, stretches
         ('One.<break time="500ms"/>Two.', [("", 0), ("One.", 0.5), ("Two.", 0)]),
         ("One. <BREAK time='2s' /> Two. [Pause: 250 ms]", [("", 0), ("One.", 2), ("Two.", 0.25)]),
         ("[pause:.5s] One.", [("", 0.5), ("One.", 0)]),
+        ("One. [PAUSE: 250 MS] Two.", [("", 0), ("One.", 0.25), ("Two.", 0)]),
+        (
+            "[pause:10s] a [pause:10s]" * 3,
+            [("", 10), ("a", 20), ("a", 20), ("a", 10)],
+        ),  # as much as there may be
         ("One. [pause:1s] ... [pause:2s]!", [("", 0), ("One.", 3)]),  # what cannot be spoken is left out
         ("[pause:1s]", [("", 1)]),
         ("One [pause] two [pause:2] <break/>.", [("", 0), ("One [pause] two [pause:2] <break/>.", 0)]),
@@ -36,7 +41,7 @@ def test_pauses_that_are_too_long_are_refused(text):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_a_mark_is_found_however_its_text_arrives(size):
-    text = 'One [two] < 3 [pause:1s] four.<break time="2s"/>five [pa'
+    text = 'One [two] < 3 [Pause:1s] four.<BREAK time="2s"/>five [pa'
     arrived, taken, parts = "", 0, []
     for at in range(0, len(text) + 1, size):
         arrived += text[at : at + size]
@@ -45,7 +50,7 @@ def test_a_mark_is_found_however_its_text_arrives(size):
             parts.append(part)
     assert "".join(part.text for part in parts) == text
     pauses = [part for part in parts if part.silence_s]
-    assert pauses == [Part("[pause:1s]", 1.0), Part('<break time="2s"/>', 2.0)]
+    assert pauses == [Part("[Pause:1s]", 1.0), Part('<BREAK time="2s"/>', 2.0)]
 
 
 def test_words_before_a_bracket_do_not_wait():
