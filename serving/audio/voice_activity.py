@@ -45,7 +45,7 @@ class VoiceActivity:
     def __init__(self, threshold: float, silence_s: float):
         self.threshold, self.silence = threshold, round(silence_s * RATE_HZ)
         self.is_speech = False
-        self._network = network()
+        self._network: Any = None  # until audio comes, since each one takes 8 MB
         self._rest = b""  # less than a chunk
         self._at = 0  # samples that were judged
         self._quiet_since: int | None = None
@@ -56,6 +56,8 @@ class VoiceActivity:
 
     def feed(self, pcm: bytes) -> Iterator[Edge]:
         """Judge more samples, int16, and yield the edges among them. A chunk takes about a millisecond."""
+        if self._network is None:
+            self._network = network()
         pcm = self._rest + pcm
         end = len(pcm) - len(pcm) % (2 * CHUNK)
         self._rest = pcm[end:]
@@ -84,4 +86,5 @@ class VoiceActivity:
     def reset(self) -> None:
         """Begin with a new turn. Positions go on."""
         self.is_speech, self._quiet_since = False, None
-        self._network.reset()
+        if self._network is not None:
+            self._network.reset()

@@ -69,6 +69,7 @@ class Session:
             self.memory.release()
             self.response = self.answering = None
             self.conversation.items.clear()
+            del self.hearing  # its network takes 8 MB, and the garbage collector would find it late
 
     @property
     def is_answering(self) -> bool:

@@ -3,6 +3,9 @@
 import base64
 import gc
 import json
+import socket
+import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -294,6 +297,11 @@ def test_a_voice_that_was_removed_is_an_error_of_the_answer(speaker):
 class Loud:
     """Stands for the network: what is loud is speech."""
 
+    alive: ClassVar = weakref.WeakSet()
+
+    def __init__(self):
+        Loud.alive.add(self)
+
     def __call__(self, chunk):
         return float(np.abs(np.frombuffer(chunk, "<i2")).max() > 1000)
 
@@ -373,6 +381,25 @@ def test_silence_is_not_kept(server, loud_is_speech):
         client.until("input_audio_buffer.committed")
         client.answer()
     assert asked(server).turns[0].clip.duration_s == pytest.approx(0.3, abs=0.04)  # the prefix padding
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_session_has_a_network_from_its_first_audio_to_its_end(server, loud_is_speech, is_closed):
+    """The garbage collector would find ended sessions late, since it does not count the bytes of networks."""
+    gc.collect()
+    gc.disable()
+    try:
+        with session(server) as client:
+            client.next("session.created")
+            assert not Loud.alive
+            client.say(SILENCE + pcm(0.6) + SILENCE)
+            client.until("response.done")
+            assert len(Loud.alive) == 1
+            if not is_closed:
+                client.socket.socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: not Loud.alive)
+    finally:
+        gc.enable()
 
 
 def test_without_the_package_the_client_is_told_once(server, monkeypatch):
