@@ -158,6 +158,7 @@ def speak_into(
     from serving.audio import encode
     from serving.audio.pcm import pcm16
     from serving.engine.job import NO_AUDIO
+    from serving.replacing import replacing
 
     began_s = time.perf_counter()
     try:
@@ -168,7 +169,11 @@ def speak_into(
     if not len(speech.samples):
         fail(NO_AUDIO, 1)
     pcm = pcm16(speech.samples.numpy())
-    out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed, loudness=loudness))
+    try:
+        with replacing(out) as part:
+            part.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed, loudness=loudness))
+    except OSError as error:
+        fail(f"{out} cannot be written: {error.strerror}", 1)
     audio_s = len(speech.samples) / speech.sample_rate_hz / speed
     frames = f"{plural(len(speech.frames), 'frame')}, {audio_s:.2f} s of audio"
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
