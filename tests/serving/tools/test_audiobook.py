@@ -1,5 +1,6 @@
 """`zoo audiobook`: the chapters that it finds in books, and the file that it makes of them."""
 
+import os
 import sys
 import zipfile
 
@@ -241,6 +242,16 @@ def test_a_book_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         join.join(book, [[tmp_path / "a.flac"]], tmp_path / "b.m4b")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("num_bytes", [0, 200, 20_000])
+def test_a_damaged_part_is_named_in_one_line(tmp_path, num_bytes):
+    book, part = Book("The old man", None, (Chapter("One", "a"),)), tmp_path / "a.flac"
+    soundfile.write(part, np.random.default_rng(0).integers(-9999, 9999, 50_000, np.int16), 22_050)
+    os.truncate(part, num_bytes)
+    with pytest.raises(ValueError, match=f"{part} is damaged; remove it and start again"):
+        join.join(book, [[part]], tmp_path / "b.m4b")
+    assert list(tmp_path.iterdir()) == [part]
 
 
 def check_marks(out, titles, expected_s):
