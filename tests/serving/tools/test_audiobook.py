@@ -177,8 +177,11 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         read_book(tmp_path / "b.pdf")
     with pytest.raises(ValueError, match="not a ZIP file"):
         read_book(written(tmp_path / "b.epub", "no"))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"absent\.md cannot be read: No such file or directory$"):
         read_book(tmp_path / "absent.md")
+    (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"cannot be read: it is not in UTF-8 \(byte 3\)$"):
+        read_book(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match="has no text"):
         read_book(written(tmp_path / "b.md", " \n"))
 
@@ -271,4 +274,7 @@ def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     done = shell.zoo("audiobook", book, "-o", tmp_path / "b.mp3")
     assert done.returncode == 2 and "must end in one of: .m4b, .m4a, .mka" in done.stderr
     done = shell.zoo("audiobook", book, "--voice", "nobody", "--no-compile")
-    assert done.returncode == 1 and "nobody" in done.stderr and "is not complete" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("has no voice 'nobody'") == 1
+    assert not (tmp_path / "b.m4b.parts").exists()
+    done = shell.zoo("audiobook", ".")
+    assert done.returncode == 2 and "must end in .epub" in done.stderr
