@@ -1,8 +1,11 @@
 """Commands that fail leave nothing that looks complete, and print nothing but why."""
 
+import numpy as np
+import pytest
 import shell
 
 import zoo
+from serving.cli.chat import Growing
 from serving.cli.common import progress_bar
 
 
@@ -25,3 +28,26 @@ def test_a_log_gets_no_line_of_a_progress_bar(capsys):
     with progress_bar("a model") as advance:
         advance(0.5, "warming")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--reference-text", "Hello."], "--reference-text needs the recording"),
+        (["--aligner", "."], "--aligner finds the words of subtitles"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(tmp_path, flags, says):
+    done = shell.zoo("say", "Hello.", "-o", tmp_path / "out.wav", *flags)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_full_disk_ends_a_chat_with_one_line_and_without_a_half_answer(tmp_path, capsys):
+    answer = Growing(tmp_path / "answer-1.wav", "wav", 16_000)
+    answer.write(np.zeros(100, np.float32))
+    answer.file.close()
+    with open("/dev/full", "wb", buffering=0) as answer.file, pytest.raises(SystemExit) as end:
+        answer.write(np.zeros(100, np.float32))
+    says = f"zoo: {tmp_path}/answer-1.wav cannot be written: No space left on device\n"
+    assert (end.value.code, capsys.readouterr().err) == (1, says)
+    assert not list(tmp_path.iterdir())
