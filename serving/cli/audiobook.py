@@ -50,6 +50,7 @@ def audiobook(
     from serving.tools.audiobook import items_of
     from serving.tools.batch import Results
 
+    asked.check()
     read = read_book(book)
     out = out or book.with_suffix(".m4b")
     if out.suffix.lower() not in join.CODECS:

@@ -92,6 +92,7 @@ def say(
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
+    asked.check()
     subtitles.check()
     text = text_to_say(text, text_format)
     words = [] if pronunciations is None else read_file(pronunciations)
