@@ -112,6 +112,9 @@ def load(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
+    except RuntimeError:  # it lists devices that no model here runs on
+        raise ValueError(f"device {device!r} is not available; use cpu or cuda") from None
+    try:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -150,9 +153,8 @@ def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {device!r} is not possible: {reason}; use cpu or cuda") from None
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is not possible; use cpu or cuda") from None
     family, path = find(model)
     spec, parameters = family.survey(path)
     token_bytes = spec.kv.token_bytes(torch.bfloat16)

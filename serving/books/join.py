@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,7 +25,8 @@ MUXERS = {"aac": "ipod", "libopus": "matroska"}
 
 
 def join(book: Book, chapters: list[list[Path]], out: Path) -> float:
-    """Write the files of all chapters into one, completely or not at all. Returns its seconds."""
+    """Write the files of all chapters into one, completely or not at all. Returns its seconds. Raises OSError, and
+    ValueError for a file that is damaged."""
     codec = CODECS[out.suffix.lower()]
     with replacing(out) as part, av.open(part, "w", format=MUXERS[codec]) as container:
         container.metadata["title"] = book.title
@@ -40,7 +42,7 @@ def join(book: Book, chapters: list[list[Path]], out: Path) -> float:
 def _marks(book: Book, chapters: list[list[Path]]) -> Iterator[Mark]:
     at = 0
     for number, (chapter, files) in enumerate(zip(book.chapters, chapters, strict=True)):
-        infos = [soundfile.info(file) for file in files]
+        infos = [_info(file) for file in files]
         rate_hz = infos[0].samplerate
         end = at + sum(info.frames for info in infos) + round(PAUSE_S * rate_hz)
         yield {
@@ -51,6 +53,19 @@ def _marks(book: Book, chapters: list[list[Path]]) -> Iterator[Mark]:
             "metadata": {"title": chapter.title},
         }
         at = end
+
+
+def _info(file: Path) -> soundfile._SoundFileInfo:
+    with _reading(file):
+        return soundfile.info(file)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"{file} is damaged; remove it and start again ({error.error_string})") from None
 
 
 def _encode(
@@ -72,7 +87,8 @@ def _blocks(chapters: list[list[Path]]) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the speech and the pauses in int16, a second at a time."""
     for files in chapters:
         for file in files:
-            rate_hz = soundfile.info(file).samplerate
-            for block in soundfile.blocks(file, rate_hz, dtype="int16"):
-                yield rate_hz, block
+            rate_hz = _info(file).samplerate
+            with _reading(file):
+                for block in soundfile.blocks(file, rate_hz, dtype="int16"):
+                    yield rate_hz, block
         yield rate_hz, np.zeros(round(PAUSE_S * rate_hz), np.int16)

@@ -82,8 +82,10 @@ def read_book(path: Path) -> Book:
         raise ValueError(f"{path} is not a book that can be read; its name must end in {', '.join(ENDINGS)}")
     try:
         book = _epub(path) if path.suffix.lower() == ".epub" else _plain(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read: it is not in UTF-8 (byte {error.start})") from None
     if not book.chapters:
         raise ValueError(f"{path} has no text")
     return book

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from serving.cli.batch import EngineFlags, defaults_of, made, summary
-from serving.cli.common import SpeechModel, app
+from serving.cli.common import SpeechModel, app, plural
 from serving.cli.flags import with_groups
 from serving.cli.request_flags import Loudness, ModelOptions, Pronunciations, RequestFlags
 from zoo import SMALL_VOICE
@@ -50,18 +50,19 @@ def audiobook(
     from serving.tools.audiobook import items_of
     from serving.tools.batch import Results
 
+    asked.check()
+    read = read_book(book)
     out = out or book.with_suffix(".m4b")
     if out.suffix.lower() not in join.CODECS:
         raise ValueError(f"{out} must end in one of: {', '.join(join.CODECS)}")
     if out.is_dir():
         raise ValueError(f"{out} is a directory, and the audiobook would be a file")
-    read = read_book(book)
     items = items_of(read, defaults_of(asked, loudness))
     words = [] if pronunciations is None else read_file(pronunciations)
     parts = Results(out.with_name(f"{out.name}.parts"))
     with parts.held():
         every = [item for chapter in items for item in chapter]
-        tally = made(every, parts, "flac", model, running, options, Path.cwd(), words)
+        tally = made(every, parts, "flac", model, running, options, Path.cwd(), words, are_alike=True)
         if tally.is_interrupted or tally.failed:
             print(
                 f"{out} is not complete: {summary(tally)}; its parts are in {parts.directory}",
@@ -71,5 +72,5 @@ def audiobook(
         files = [[parts.directory / f"{item.id}.flac" for item in chapter] for chapter in items]
         long_s = join.join(read, files, out)
         shutil.rmtree(parts.directory)
-    print(f"{out}: {len(items)} chapters, {long_s / 60:.1f} min of audio; {summary(tally)}")
+    print(f"{out}: {plural(len(items), 'chapter')}, {long_s / 60:.1f} min of audio; {summary(tally)}")
     return 0

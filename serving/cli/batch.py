@@ -118,9 +118,10 @@ def made(
     options: list[str],
     base: Path,
     words: list[Pronunciation],
+    are_alike: bool = False,
 ) -> Tally:
-    """Make the files of items that are not there yet. base: where relative paths of recordings start.
-    Raises ValueError."""
+    """Make the files of items that are not there yet. base: where relative paths of recordings start. are_alike: the
+    items differ only in their text. Raises ValueError, also if the model refuses items that are alike."""
     from serving.tools import batch as tool
 
     directory = resolved(model)
@@ -146,7 +147,10 @@ def made(
             [worker] = engine.models.values()
             of_model = dict(parsed_option(option, worker.family.spec) for option in options)
             clip = partial(recording_at, base)
-            tool.Batch(engine, results, digests, form, clip, of_model, tally, report, words).run(wanted)
+            run = tool.Batch(engine, results, digests, form, clip, of_model, tally, report, words)
+            if are_alike:
+                next(worker.family.passes(run.request(wanted[0])))
+            run.run(wanted)
     return tally
 
 

@@ -78,9 +78,11 @@ def prune_entries(
 def export_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
     """Write all complete entries to a tar file, for machines of the same kind."""
     from compile_cache.store import export
+    from serving.replacing import replacing
 
     try:
-        names = export(root_of(cache_dir), file)
+        with replacing(file) as part:
+            names = export(root_of(cache_dir), part)
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}") from None
     print(f"{file}: {plural(len(names), 'entry', 'entries')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -162,14 +163,27 @@ class Growing:
 
         pcm = pcm16(samples)
         self.pcm += pcm
-        self.file.write(self.encoder.feed(pcm))
+        with self.removed_if_refused():
+            self.file.write(self.encoder.feed(pcm))
 
     def close(self) -> None:
         from serving.audio import encode
 
         self.file.close()
-        self.path.write_bytes(encode.file(self.form, bytes(self.pcm), self.rate_hz))
+        with self.removed_if_refused():
+            self.path.write_bytes(encode.file(self.form, bytes(self.pcm), self.rate_hz))
         print(f"{self.path}: {len(self.pcm) / 2 / self.rate_hz:.2f} s of audio")
+
+    @contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """End the command if the system refuses to write the file, such as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            if self.path.is_file():
+                self.path.unlink()
+            print(flush=True)  # ends the line of the answer's text
+            fail(f"{self.path} cannot be written: {error.strerror}", 1)
 
 
 @dataclass

@@ -251,7 +251,8 @@ def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=1.0, title=title)
         yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)
 

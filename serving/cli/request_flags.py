@@ -135,3 +135,10 @@ class RequestFlags:
         float,
         Option(min=0.25, max=4, help="The speech is this many times as fast, at the same pitch."),
     ] = 1.0
+
+    def check(self) -> None:
+        """Raise ValueError for a flag that would have no effect."""
+        if self.reference_text is not None and self.reference is None:
+            raise ValueError(
+                "--reference-text needs the recording that it belongs to; name it with --reference"
+            )

@@ -92,6 +92,7 @@ def say(
 ) -> int:
     """Speak a text into a file."""
     form = output_format(out)
+    asked.check()
     subtitles.check()
     text = text_to_say(text, text_format)
     words = [] if pronunciations is None else read_file(pronunciations)
@@ -158,6 +159,7 @@ def speak_into(
     from serving.audio import encode
     from serving.audio.pcm import pcm16
     from serving.engine.job import NO_AUDIO
+    from serving.replacing import replacing
 
     began_s = time.perf_counter()
     try:
@@ -168,7 +170,11 @@ def speak_into(
     if not len(speech.samples):
         fail(NO_AUDIO, 1)
     pcm = pcm16(speech.samples.numpy())
-    out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed, loudness=loudness))
+    try:
+        with replacing(out) as part:
+            part.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed, loudness=loudness))
+    except OSError as error:
+        fail(f"{out} cannot be written: {error.strerror}", 1)
     audio_s = len(speech.samples) / speech.sample_rate_hz / speed
     frames = f"{plural(len(speech.frames), 'frame')}, {audio_s:.2f} s of audio"
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")

@@ -44,14 +44,15 @@ class SubtitleFlags:
         from zoo.align.files import check
         from zoo.align.subtitles import SUFFIXES
 
-        if self.aligner is not None:
-            check(self.aligner)
+        if self.subtitles is None and self.aligner is not None:
+            raise ValueError("--aligner finds the words of subtitles; name their file with --subtitles FILE")
         if self.subtitles is None:
             return
         if self.aligner is None:
             raise ValueError("--subtitles needs a model that finds the words; name it with --aligner DIR")
         if self.subtitles.suffix.lower() not in SUFFIXES:
             raise ValueError(f"--subtitles {self.subtitles} must end in one of: {', '.join(SUFFIXES)}")
+        check(self.aligner)
         check_writable(self.subtitles)
 
     def write(self, speech: Speech, text: str, speed: float) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -379,11 +382,28 @@ def demo_checkpoint(
     if family not in families:
         raise ValueError(f"there is no family {family!r}; possible families: {', '.join(families)}")
     try:
-        families[family].write_demo(directory, size=size, seed=seed)
+        with removed_if_incomplete(directory):
+            families[family].write_demo(directory, size=size, seed=seed)
     except OSError as error:
-        raise ValueError(f"{directory} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{directory} cannot be written: {error.strerror or error}") from None
     print(f"{directory}: {family}, {size}, seed {seed}")
     return 0
+
+
+@contextmanager
+def removed_if_incomplete(directory: Path) -> Iterator[None]:
+    """Remove a new directory, or what is in one that was empty, if this context ends with an error."""
+    is_new = not directory.exists()
+    was_empty = directory.is_dir() and not any(directory.iterdir())
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    finally:
+        if (is_new or was_empty) and not is_complete:
+            shutil.rmtree(directory, ignore_errors=True)
+        if was_empty:
+            directory.mkdir(exist_ok=True)
 
 
 def usual_reference(model: str) -> Path:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -120,8 +120,10 @@ def read_items(path: Path, defaults: dict[str, Any]) -> list[Item]:
     """Read the lines of a file that are not blank. Raises ValueError if it has none or cannot be read."""
     try:
         lines = path.read_text("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read: it is not in UTF-8 (byte {error.start})") from None
     items = [read_item(number, line, defaults) for number, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise ValueError(f'{path} has no lines; it needs at least one, such as {{"text": "Good morning."}}')
@@ -175,7 +177,9 @@ class Results:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Create and lock the directory. Raises ValueError if it is not writable or already locked."""
+        """Create and lock the directory. A new one is removed if nothing was written. Raises ValueError if it is not
+        writable or already locked."""
+        is_new = not self.directory.exists()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory, os.O_RDONLY)
@@ -186,7 +190,12 @@ class Results:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"another zoo batch writes to {self.directory}") from None
-            yield
+            try:
+                yield
+            finally:
+                if is_new:
+                    with suppress(OSError):  # it is not empty
+                        self.directory.rmdir()
         finally:
             os.close(lock)
 
@@ -213,7 +222,8 @@ class Results:
                 done.add(id)
             if is_done or id not in ids:
                 kept.append(line)
-        self.write(RESULTS, b"".join(line + b"\n" for line in kept))
+        if lines:
+            self.write(RESULTS, b"".join(line + b"\n" for line in kept))
         return done
 
     def write(self, name: str, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serving.replacing import replacing
 from zoo.align.ctc import Segment, load
 from zoo.align.subtitles import TimedWord, srt, vtt
 from zoo.contract import Speech
@@ -14,7 +15,8 @@ def write(out: Path, speech: Speech, text: str, speed: float, aligner: Path) -> 
     known. speed: of the audio file. Raises ValueError."""
     words = words_of(speech, text, speed, aligner)
     form = vtt if out.suffix.lower() == ".vtt" else srt
-    out.write_text(form([word for word, _ in words]), "utf-8")
+    with replacing(out) as part:
+        part.write_text(form([word for word, _ in words]), "utf-8")
     num_aligned = sum(is_aligned for _, is_aligned in words)
     return f"{out}: {len(words)} words, {num_aligned} of them aligned"
 

@@ -1,12 +1,14 @@
 """The command `zoo`, run as a user runs it."""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
 import wave
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -474,6 +476,33 @@ def test_say_writes_no_file_without_audio(zoo, checkpoint, tmp_path, monkeypatch
     done = zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--voice", "vivian")
     assert (done.returncode, done.stdout) == (1, "") and not (tmp_path / "out.wav").exists()
     assert done.stderr == f"zoo: {NO_AUDIO}\n"
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(zoo, checkpoint, tmp_path, monkeypatch):
+    def full(path, data):
+        path.open("wb").write(data[:9])
+        raise OSError(28, "No space left on device")
+
+    (out := tmp_path / "out.wav").write_text("before")
+    say = ("say", "Hello.", "-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        done = zoo(*say)
+    assert (done.returncode, done.stderr) == (1, f"zoo: {out} cannot be written: No space left on device\n")
+    monkeypatch.setattr("compile_cache.store.export", lambda root, file: full(file, b"entries"))
+    done = zoo("cache", "export", out)
+    assert done.stderr == f"zoo: {out} cannot be written: No space left on device\n"
+    assert out.read_text() == "before" and list(tmp_path.iterdir()) == [out]
+
+
+def test_say_writes_through_a_link_and_into_a_pipe(zoo, checkpoint, tmp_path):
+    say = ("say", "Hello.", "-m", checkpoint, "--voice", "vivian", "--max-new-tokens", 1, "-o")
+    (link := tmp_path / "link.pcm").symlink_to(tmp_path / "there.pcm")
+    assert zoo(*say, link).returncode == 0 and link.is_symlink()
+    os.mkfifo(pipe := tmp_path / "pipe.pcm")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert zoo(*say, pipe).returncode == 0 and os.read(reader, 1 << 16) == link.read_bytes()
+    os.close(reader)
 
 
 @pytest.mark.parametrize("suffix", [".mp3", ".opus", ".ogg", ".aac", ".flac", ".pcm", ".WAV"])

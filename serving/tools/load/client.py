@@ -27,6 +27,8 @@ READ_BUFFER_BYTES = 1 << 16
 RATE_HEADERS = ("x-sample-rate", "x-audio-sample-rate")
 MAX_DETAIL = 300
 REFUSES_CLIENT = (401, 403)
+SERVER_FAILS = 500
+NO_AUDIO = ("text/", "application/json")  # content types
 
 
 class Target(msgspec.Struct):
@@ -105,6 +107,8 @@ async def listen(session: aiohttp.ClientSession, target: Target, planned: Planne
             record.outcome = f"http_{answer.status}"
             record.detail = said(await answer.text("utf-8", "replace"))
             return
+        if answer.content_type.startswith(NO_AUDIO):  # as pcm, any bytes would count
+            raise samples.Unreadable(f"the answer is {answer.content_type}, not audio")
         counter = samples.counter(planned.format, rate_of(answer) or target.sample_rate_hz)
         began_s = time.monotonic()
         async for data in answer.content.iter_any():
@@ -137,18 +141,26 @@ def said(text: str) -> str:
 
 
 async def models(session: aiohttp.ClientSession, target: Target) -> list[str]:
-    """Return the ids of the models that the server lists. Raises ValueError if there is no server, or if it refuses
-    this client."""
+    """Return the ids of the models that the server lists. Raises ValueError if there is no server, if it fails, or if
+    it refuses this client."""
     try:
         async with asyncio.timeout(target.timeout_s), session.get(f"{target.url}/models") as answer:
             status, text = answer.status, await answer.text("utf-8", "replace")
-    except (aiohttp.ClientConnectorError, TimeoutError) as error:
-        raise ValueError(f"there is no server at {target.url}: {error or 'no answer'}") from None
-    except aiohttp.ClientError:
-        return []
+    except aiohttp.ClientConnectorError as error:
+        raise ValueError(f"there is no server at {target.url}: {error}") from None
+    except TimeoutError:
+        raise ValueError(f"{target.url}/models did not answer within {target.timeout_s:g} s") from None
+    except aiohttp.ClientError as error:
+        raise ValueError(
+            f"{target.url}/models did not answer ({error}); choose a model with --model"
+        ) from None
     if status in REFUSES_CLIENT:
         raise ValueError(
             f"{target.url}/models refused the request ({said(text)}); give an API key with --api-key"
+        )
+    if status >= SERVER_FAILS:
+        raise ValueError(
+            f"{target.url}/models answered {status} ({said(text)[:MAX_DETAIL]}); choose a model with --model"
         )
     try:
         listed = json.loads(text) if status == 200 else {}

@@ -1,5 +1,6 @@
 """`zoo audiobook`: the chapters that it finds in books, and the file that it makes of them."""
 
+import os
 import sys
 import zipfile
 
@@ -176,8 +177,11 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         read_book(tmp_path / "b.pdf")
     with pytest.raises(ValueError, match="not a ZIP file"):
         read_book(written(tmp_path / "b.epub", "no"))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"absent\.md cannot be read: No such file or directory$"):
         read_book(tmp_path / "absent.md")
+    (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"cannot be read: it is not in UTF-8 \(byte 3\)$"):
+        read_book(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match="has no text"):
         read_book(written(tmp_path / "b.md", " \n"))
 
@@ -243,6 +247,16 @@ def test_a_book_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("num_bytes", [0, 200, 20_000])
+def test_a_damaged_part_is_named_in_one_line(tmp_path, num_bytes):
+    book, part = Book("The old man", None, (Chapter("One", "a"),)), tmp_path / "a.flac"
+    soundfile.write(part, np.random.default_rng(0).integers(-9999, 9999, 50_000, np.int16), 22_050)
+    os.truncate(part, num_bytes)
+    with pytest.raises(ValueError, match=f"{part} is damaged; remove it and start again"):
+        join.join(book, [[part]], tmp_path / "b.m4b")
+    assert list(tmp_path.iterdir()) == [part]
+
+
 def check_marks(out, titles, expected_s):
     with av.open(out) as file:
         marks = file.chapters()
@@ -260,4 +274,7 @@ def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     done = shell.zoo("audiobook", book, "-o", tmp_path / "b.mp3")
     assert done.returncode == 2 and "must end in one of: .m4b, .m4a, .mka" in done.stderr
     done = shell.zoo("audiobook", book, "--voice", "nobody", "--no-compile")
-    assert done.returncode == 1 and "nobody" in done.stderr and "is not complete" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("has no voice 'nobody'") == 1
+    assert not (tmp_path / "b.m4b.parts").exists()
+    done = shell.zoo("audiobook", ".")
+    assert done.returncode == 2 and "must end in .epub" in done.stderr

@@ -224,6 +224,16 @@ def test_only_one_batch_at_a_time_writes_to_a_directory(run):
     assert run(TEXTS[0]).made == 1
 
 
+def test_a_new_directory_into_which_nothing_was_written_is_removed(tmp_path):
+    results = Results(tmp_path / "out")
+    with results.held():
+        assert results.finished(set(), {}, ".wav") == set()
+    assert not results.directory.exists()
+    with results.held():
+        results.add({"id": "a"})
+    assert results.path.exists()
+
+
 @pytest.mark.slow
 def test_a_signal_keeps_the_finished_items(run, with_end, monkeypatch):
     """The signal comes when two items are made; the next run makes the rest."""

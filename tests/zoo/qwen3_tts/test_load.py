@@ -256,6 +256,6 @@ def test_an_unknown_dtype_is_refused(dtype):
 
 def test_an_unavailable_dtype_or_device_is_refused():
     refused(TINY, "dtype 'float16' is not possible; possible: float32, bfloat16", dtype="float16")
-    refused(TINY, "device 'tpu' is not ", device="tpu")
+    refused(TINY, "device 'tpu' is not available; use cpu or cuda", device="tpu")
     refused(TINY, "device 'cuda:99' is not ", device="cuda:99")
     assert zoo.load(TINY, "cpu").dtype == torch.float32  # the default on a CPU

@@ -147,6 +147,16 @@ def test_a_planned_disconnect_is_not_a_failure_and_reaches_the_server():
     assert record.outcome == "left" and record.failure is None
 
 
+def test_a_page_is_no_audio():
+    def answer(request, body):
+        return stream(
+            request, [b"<html>Sign in</html>"], {"x-sample-rate": "8000", "content-type": "text/html"}
+        )
+
+    record = recorded(answer)
+    assert (record.failure, record.detail) == ("unreadable", "the answer is text/html, not audio")
+
+
 def test_a_cancelled_request_keeps_its_record():
     async def go():
         async with speaking(never) as target, connections(target) as session:

@@ -3,9 +3,12 @@
 import asyncio
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from speech_server import refusal, speaking, stream
 
 from serving.audio.pcm import wav_header
+from serving.tools.load.client import Target
 from serving.tools.load.learn import address, learn
 from serving.tools.load.plan import Work
 
@@ -87,6 +90,39 @@ def test_a_server_that_refuses_seeds_gets_none():
 def test_a_server_that_cannot_be_measured_is_an_error(answer, more, says):
     with pytest.raises(ValueError, match=says):
         learned(answer, **more)
+
+
+async def slow(request):
+    await asyncio.sleep(0.5)
+    return web.json_response({"data": []})
+
+
+async def closed(request):
+    request.transport.close()
+    return web.Response()
+
+
+async def failed(request):
+    return refusal(500, "boom")
+
+
+@pytest.mark.parametrize(
+    ("list_models", "says"),
+    [
+        (slow, r"models did not answer within 0\.2 s"),
+        (closed, r"models did not answer \(Server disconnected\); choose a model with --model"),
+        (failed, r"models answered 500 \(boom\); choose a model with --model"),
+    ],
+)
+def test_a_server_that_lists_no_models_is_told_from_one_without_any(list_models, says):
+    async def go():
+        app = web.Application()
+        app.router.add_get("/v1/models", list_models)
+        async with TestServer(app) as server:
+            await learn(Target(str(server.make_url("/v1")), timeout_s=0.2), Work([]), None, [], print)
+
+    with pytest.raises(ValueError, match=says):
+        asyncio.run(go())
 
 
 def test_formats_and_a_model_can_be_chosen():
