@@ -66,6 +66,7 @@ class Session:
             await self.socket.run(self._listen(), self._stop())
         finally:
             await ended(self.answering)
+            self.hearing.close()
             self.memory.release()
             self.response = self.answering = None
             self.conversation.items.clear()

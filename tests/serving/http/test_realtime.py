@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from serving.audio import voice_activity
 from serving.http.realtime import conversation, events
+from serving.http.realtime import session as session_module
 from serving.http.realtime.conversation import MAX_ITEMS
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
@@ -235,6 +236,19 @@ def test_a_client_that_leaves_cancels_its_answer_and_leaves_nothing_behind(serve
     until(lambda: state.sessions.num_held == 0)
     until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
     assert not state.engine._inboxes
+
+
+def test_a_session_frees_its_voice_detection_when_it_ends(server, loud_is_speech, monkeypatch):
+    """A collector counts objects, so it would let the networks of hundreds of sessions pile up."""
+    heard = []
+    kept = session_module.Hearing
+    monkeypatch.setattr(session_module, "Hearing", lambda *args: heard.append(kept(*args)) or heard[-1])
+    with session(server) as client:
+        client.say(pcm(0.5))
+        client.until("input_audio_buffer.speech_started")
+        assert heard[0].activity is not None and heard[0].num_bytes
+    until(lambda: server.app.state.server.sessions.num_held == 0)
+    assert heard[0].activity is None and heard[0].num_bytes == 0
 
 
 # voices
