@@ -251,14 +251,14 @@ class Session:
     async def _truncate(self, event: events.Truncate) -> None:
         """Forget what the user did not hear of an answer. Raises the refusal."""
         item = self.conversation.find(event.item_id)
-        if item.status == "in_progress":
-            await self._interrupt("client_cancelled")
         if item.speech is None:
             raise refusal(400, f"the item {cut(item.id)!r} is no answer with audio", "item_id")
         has_ms = int(item.speech.frames / item.speech.frames_per_ms)
         if event.audio_end_ms > has_ms:
             message = f"audio_end_ms is {event.audio_end_ms}; the item has {has_ms} ms of audio"
             raise refusal(400, message, "audio_end_ms")
+        if item.status == "in_progress":
+            await self._interrupt("client_cancelled")
         item.speech, item.is_cut = item.speech.up_to_ms(event.audio_end_ms), True
         where = {"item_id": item.id, "content_index": 0, "audio_end_ms": event.audio_end_ms}
         await self.tell("conversation.item.truncated", **where)

@@ -502,6 +502,15 @@ def test_a_heard_end_behind_the_audio_is_refused(server):
         assert "160 ms" in client.error()["message"]
 
 
+def test_a_wrong_end_of_what_was_heard_does_not_end_the_answer(server, held):
+    with talking(server) as client:
+        item_id = half_told(server, client)
+        client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=9000)
+        assert client.error()["param"] == "audio_end_ms"
+        server.call(server.engine.go.set)
+        assert client.until("response.done")["response"]["status"] == "completed"
+
+
 def test_a_request_that_the_engine_refuses_is_a_failed_response(server):
     with talking(server) as client:
         client.write("reject 1")
