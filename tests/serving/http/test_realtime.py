@@ -453,6 +453,8 @@ def heard_with(**input):
         ({"type": "input_audio_buffer.commit"}, None, "at least 0.1 s"),
         ({"type": CREATE, "item": {"type": "function_call_output"}}, "item.type", "function_call_output"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text"}]}}, "item.content", "neither"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text", "text": ""}]}}, "item.content", "neither"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_audio", "audio": ""}]}}, "item.content", "0.01 to 4 s"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_audio", "audio": AUDIO}] * 2}}, "item.content", "at most one"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text", "text": "a" * 201}]}}, "item.content", "up to 200"),
         ({"type": CREATE, "item": {**MESSAGE, "content": TEXT}, "previous_item_id": "b"}, "previous_item_id", "no item 'b'"),
