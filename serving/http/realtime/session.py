@@ -282,6 +282,8 @@ class Session:
         settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
+        if joins is not None:
+            joins.check_room()
         turns = given.turns(settings.instructions)
         admit(0)
         self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)

@@ -3,6 +3,7 @@
 import base64
 import gc
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from serving.audio import voice_activity
+from serving.http.errors import refusal
 from serving.http.realtime import conversation, events
 from serving.http.realtime import session as session_module
-from serving.http.realtime.conversation import MAX_ITEMS
+from serving.http.realtime.conversation import MAX_ITEMS, Conversation
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
 
@@ -511,6 +513,26 @@ def test_a_wrong_end_of_what_was_heard_does_not_end_the_answer(server, held):
         assert client.error()["param"] == "audio_end_ms"
         server.call(server.engine.go.set)
         assert client.until("response.done")["response"]["status"] == "completed"
+
+
+def test_a_full_conversation_has_no_room_for_an_answer(server, monkeypatch):
+    monkeypatch.setattr(conversation, "MAX_ITEMS", 1)
+    with talking(server) as client:
+        client.write("talk 1")
+        client.send("response.create")
+        assert client.error()["code"] == "too_many_items"
+        client.answer(conversation="none")
+
+
+def test_an_answer_that_finds_no_room_has_no_item(server, monkeypatch):
+    """Items may come while the answer is prepared."""
+    rooms = Mock(side_effect=[None, None, refusal(400, "full")])  # the client's item, the answer, its item
+    monkeypatch.setattr(Conversation, "check_room", rooms)
+    with talking(server) as client:
+        client.write("talk 1")
+        seen = client.answer()
+    assert types(seen) == ["response.created", "response.done"]
+    assert seen[-1]["response"]["status"] == "failed" and seen[-1]["response"]["output"] == []
 
 
 def test_a_request_that_the_engine_refuses_is_a_failed_response(server):
