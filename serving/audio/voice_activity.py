@@ -45,7 +45,7 @@ class VoiceActivity:
     def __init__(self, threshold: float, silence_s: float):
         self.threshold, self.silence = threshold, round(silence_s * RATE_HZ)
         self.is_speech = False
-        self._network: Any = None  # until audio comes, since each one takes 8 MB
+        self._network: Any = None  # until audio comes, since each one takes 3 MB
         self._rest = b""  # less than a chunk
         self._at = 0  # samples that were judged
         self._quiet_since: int | None = None

@@ -158,8 +158,10 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
-            else:
+            elif self.is_read_again:
                 self._read_again(data[upgrade.args[0] :])
+            else:  # CONNECT: what follows belongs to a tunnel, which the answer refuses
+                self.cycle.keep_alive = False
         except httptools.HttpParserError:
             self._refuse_unreadable()
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:

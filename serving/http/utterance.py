@@ -14,6 +14,7 @@ import base64
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -191,12 +192,14 @@ class Utterance:
         """Add text. Raises the refusal."""
         if self.is_over:  # it has failed, and the client is still sending its text
             return
-        if self.reader is not None:
-            text = self.reader.more(text)
+        reader = copy(self.reader)  # a text that is refused must not change it
+        if reader is not None:
+            text = reader.more(text)
         most, count = self.server.limits.text_chars, len(self.text) + len(text)
         if count > most:
             message = f"the utterance has {count} characters; this server takes up to {most}"
             raise refusal(400, message, "text")
+        self.reader = reader
         self.text += text
         self.came.set()
 

@@ -98,9 +98,7 @@ class Conversation:
     def add(self, item: Item, after: str | None = None) -> str | None:
         """Add an item at the end, or behind the item `after` ("root": at the beginning). Return the ID of the item
         before it. Raises the refusal."""
-        if len(self.items) >= MAX_ITEMS:
-            message = f"the conversation has {MAX_ITEMS} items, the maximum; delete some"
-            raise refusal(400, message, code="too_many_items")
+        self.check_room()
         if any(each.id == item.id for each in self.items):
             raise refusal(400, f"the item {cut(item.id)!r} is there already", "item.id")
         at = len(self.items)
@@ -108,6 +106,12 @@ class Conversation:
             at = 0 if after == "root" else 1 + self._index(after, "previous_item_id")
         self.items.insert(at, item)
         return self.items[at - 1].id if at else None
+
+    def check_room(self) -> None:
+        """Check that another item may be added. Raises the refusal."""
+        if len(self.items) >= MAX_ITEMS:
+            message = f"the conversation has {MAX_ITEMS} items, the maximum; delete some"
+            raise refusal(400, message, code="too_many_items")
 
     def previous(self, item: Item) -> str | None:
         """Return the ID of the item before one."""

@@ -168,14 +168,15 @@ class Response(PartOfSession):
         """Return the item, which begins with the first text or audio."""
         if self.item is not None:
             return self.item
-        self.item = item = Item("assistant", status="in_progress")
+        item = Item("assistant", status="in_progress")
         if self.settings.has_audio:
             item.speech = Speech(self.model.frame_rate_hz * self.settings.speed / 1000)
+        previous = None if self.conversation is None else self.conversation.add(item)
+        self.item = item
         await self.tell(
             "response.output_item.added", response_id=self.response_id, output_index=0, item=item.json()
         )
         if self.conversation is not None:
-            previous = self.conversation.add(item)
             await self.tell("conversation.item.added", previous_item_id=previous, item=item.json())
             await self.tell("conversation.item.created", previous_item_id=previous, item=item.json())
         await self._tell_part("content_part.added", part=self._part(""))

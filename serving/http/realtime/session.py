@@ -24,7 +24,7 @@ from serving import protocol
 from serving.audio.voice_activity import RATE_HZ
 from serving.engine_client import Away
 from serving.http.bodies import read_beside
-from serving.http.chat import speaks_in
+from serving.http.chat import LEAST_S, speaks_in
 from serving.http.errors import AWAY_RETRY_S, REALTIME, cut, error_of, refusal
 from serving.http.keys import admit
 from serving.http.listener import STOPPING
@@ -35,6 +35,7 @@ from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFie
 from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
+from serving.http.references import check_duration
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
 
@@ -69,7 +70,7 @@ class Session:
             self.memory.release()
             self.response = self.answering = None
             self.conversation.items.clear()
-            del self.hearing  # its network takes 8 MB, and the garbage collector would find it late
+            del self.hearing  # its network takes 3 MB, and the garbage collector would find it late
 
     @property
     def is_answering(self) -> bool:
@@ -230,7 +231,7 @@ class Session:
         item = Item(message.role, id=message.id or new_id("item"))
         audio = [part.audio for part in message.content if part.type == "input_audio"]
         texts = [part.text for part in message.content if part.type != "input_audio"]
-        if None in texts or None in audio:
+        if None in texts or None in audio or not (audio or any(texts)):
             raise refusal(400, "a part of item.content has neither text nor audio", "item.content")
         if len(audio) > 1 or (audio and message.role != "user"):
             raise refusal(400, "an item has at most one input_audio, of the user", "item.content")
@@ -246,19 +247,24 @@ class Session:
         if self.hearing.num_added(len(data)) > 2 * longest_s * RATE_HZ:
             message = f"the audio is longer than {longest_s:g} s, the limit of this server"
             raise refusal(400, message, "item.content")
-        return await self._clip(await read_beside(clip_of, data, self.settings.input_format))
+        clip = await self._clip(await read_beside(clip_of, data, self.settings.input_format))
+        try:
+            check_duration(clip, (LEAST_S, longest_s))
+        except ValueError as error:
+            raise refusal(400, f"the audio cannot be used: {error}", "item.content") from None
+        return clip
 
     async def _truncate(self, event: events.Truncate) -> None:
         """Forget what the user did not hear of an answer. Raises the refusal."""
         item = self.conversation.find(event.item_id)
-        if item.status == "in_progress":
-            await self._interrupt("client_cancelled")
         if item.speech is None:
             raise refusal(400, f"the item {cut(item.id)!r} is no answer with audio", "item_id")
         has_ms = int(item.speech.frames / item.speech.frames_per_ms)
         if event.audio_end_ms > has_ms:
             message = f"audio_end_ms is {event.audio_end_ms}; the item has {has_ms} ms of audio"
             raise refusal(400, message, "audio_end_ms")
+        if item.status == "in_progress":
+            await self._interrupt("client_cancelled")
         item.speech, item.is_cut = item.speech.up_to_ms(event.audio_end_ms), True
         where = {"item_id": item.id, "content_index": 0, "audio_end_ms": event.audio_end_ms}
         await self.tell("conversation.item.truncated", **where)
@@ -276,6 +282,8 @@ class Session:
         settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
+        if joins is not None:
+            joins.check_room()
         turns = given.turns(settings.instructions)
         admit(0)
         self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)

@@ -36,4 +36,4 @@ async def ready(server: Server) -> Response[Ready]:
 async def metrics(request: Request[Any, Any, Any], server: Server) -> Response[bytes]:
     """Return metrics of the requests and of the engine."""
     content, media_type = server.metrics.expose(request.headers.get("accept", ""))
-    return Response(content, media_type=media_type)
+    return Response(content, headers={"content-type": media_type})  # Litestar adds a charset to a media type

@@ -443,6 +443,13 @@ def test_a_request_that_is_not_http_gets_an_error_like_any_other(server, sent):
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
+def test_a_tunnel_is_refused_once(server):
+    answers = replies(
+        server, b"CONNECT /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
+    )
+    assert answers.count(b"HTTP/1.1 ") == 1 and answers.startswith(b"HTTP/1.1 405 ")
+
+
 def test_a_url_that_cannot_be_read_is_an_error_on_a_used_connection_too(server):
     with connected(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")

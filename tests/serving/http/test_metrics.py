@@ -50,6 +50,11 @@ def test_requests_are_counted_by_outcome(server):
     assert metrics.outcomes(server, "") == {"refused": 2}  # their model was never known
 
 
+def test_the_media_type_has_one_charset(server):
+    """A strict client refuses a type that names a parameter twice."""
+    assert server.http.get("/metrics").headers["content-type"].count("charset") == 1
+
+
 def test_time_to_first_audio_and_audio_are_measured(server):
     server.speak("frames 3")
     server.speak("silent")

@@ -6,6 +6,7 @@ import json
 import socket
 import weakref
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from serving.audio import voice_activity
+from serving.http.errors import refusal
 from serving.http.realtime import conversation, events
-from serving.http.realtime.conversation import MAX_ITEMS
+from serving.http.realtime.conversation import MAX_ITEMS, Conversation
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
 
@@ -466,6 +468,8 @@ def heard_with(**input):
         ({"type": "input_audio_buffer.commit"}, None, "at least 0.1 s"),
         ({"type": CREATE, "item": {"type": "function_call_output"}}, "item.type", "function_call_output"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text"}]}}, "item.content", "neither"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text", "text": ""}]}}, "item.content", "neither"),
+        ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_audio", "audio": ""}]}}, "item.content", "0.01 to 4 s"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_audio", "audio": AUDIO}] * 2}}, "item.content", "at most one"),
         ({"type": CREATE, "item": {**MESSAGE, "content": [{"type": "input_text", "text": "a" * 201}]}}, "item.content", "up to 200"),
         ({"type": CREATE, "item": {**MESSAGE, "content": TEXT}, "previous_item_id": "b"}, "previous_item_id", "no item 'b'"),
@@ -513,6 +517,35 @@ def test_a_heard_end_behind_the_audio_is_refused(server):
         item_id = client.answer()[-1]["response"]["output"][0]["id"]
         client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=500)
         assert "160 ms" in client.error()["message"]
+
+
+def test_a_wrong_end_of_what_was_heard_does_not_end_the_answer(server, held):
+    with talking(server) as client:
+        item_id = half_told(server, client)
+        client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=9000)
+        assert client.error()["param"] == "audio_end_ms"
+        server.call(server.engine.go.set)
+        assert client.until("response.done")["response"]["status"] == "completed"
+
+
+def test_a_full_conversation_has_no_room_for_an_answer(server, monkeypatch):
+    monkeypatch.setattr(conversation, "MAX_ITEMS", 1)
+    with talking(server) as client:
+        client.write("talk 1")
+        client.send("response.create")
+        assert client.error()["code"] == "too_many_items"
+        client.answer(conversation="none")
+
+
+def test_an_answer_that_finds_no_room_has_no_item(server, monkeypatch):
+    """Items may come while the answer is prepared."""
+    rooms = Mock(side_effect=[None, None, refusal(400, "full")])  # the client's item, the answer, its item
+    monkeypatch.setattr(Conversation, "check_room", rooms)
+    with talking(server) as client:
+        client.write("talk 1")
+        seen = client.answer()
+    assert types(seen) == ["response.created", "response.done"]
+    assert seen[-1]["response"]["status"] == "failed" and seen[-1]["response"]["output"] == []
 
 
 def test_a_request_that_the_engine_refuses_is_a_failed_response(server):

@@ -466,6 +466,16 @@ def test_text_over_the_limit_is_refused_and_earlier_text_is_spoken(server):
         assert client.heard()[1] == frame(0)
 
 
+def test_text_that_is_refused_is_no_part_of_a_pronunciation(server):
+    with session(server) as client:
+        client.configure(pronunciations=[{"term": "of it all", "say": "of this"}])
+        client.say("frames 1 of i", "x" * 2000, done=False)
+        assert "takes up to 2000" in client.error()["message"]
+        client.say("t all.")
+        client.heard()
+    assert last_asked(server)[0]["text"] == "frames 1 of this."
+
+
 def test_a_failed_utterance_ends_with_an_error_and_the_next_one_is_spoken(server):
     with session(server) as client:
         client.configure()
