@@ -1,6 +1,6 @@
 # make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise);
 #               REPLICAS=2 serves with two engines
-# make test     install what developers need, and run all tests not marked slow or compile; SLOW=2/40 adds the third fortieth of those
+# make test     install what developers need, and run all tests not marked slow or compile; SLOW=2/60 adds the third sixtieth of those
 # make test-all run all tests: an hour on two cores
 # make lint     check formatting, lint and types
 # make docs     build the documentation in site/

@@ -334,10 +334,13 @@ def told(lines: list[str]) -> dict[str, Any]:
     }
 
 
-# A baseline changes rarely.
+# A baseline and full windows change rarely.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name.endswith("fifo") else name for name in SCENARIOS],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.endswith(("fifo", "throughput")) else name
+        for name in SCENARIOS
+    ],
 )
 def test_decisions_are_those_that_were_recorded(name):
     assert told(SCENARIOS[name]()) == json.loads(RECORDED.read_text())[name]
