@@ -86,3 +86,15 @@ def pcm(seconds=0.5, rate_hz=24_000):
     return (
         (9000 * np.sin(2 * np.pi * 200 * np.arange(int(seconds * rate_hz)) / rate_hz)).astype("<i2").tobytes()
     )
+
+
+def half_told(server, client, frames=5):
+    """Begin an answer and hold it at its first frame; return its item's ID."""
+    server.call(server.engine.go.clear)
+    client.write(f"talk {frames}")
+    client.send("response.create")
+    return client.until("response.output_audio.delta")["item_id"]
+
+
+def asked(server):
+    return list(server.engine.messages.values())[-1]

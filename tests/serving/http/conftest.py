@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests with the marker `browser`."""
+"""A headless Chromium for the tests with the marker `browser`, and an end of what a fake engine holds back."""
 
 import os
 import shutil
@@ -61,3 +61,10 @@ def visit(chromium):
     for context in contexts:
         context.close()
     assert not wrong
+
+
+@pytest.fixture
+def held(server):
+    """Let the engine go on after a test that held it."""
+    yield
+    server.call(server.engine.go.set)
