@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -393,17 +393,16 @@ def demo_checkpoint(
 @contextmanager
 def removed_if_incomplete(directory: Path) -> Iterator[None]:
     """Remove a new directory, or what is in one that was empty, if this context ends with an error."""
-    is_new = not directory.exists()
-    was_empty = directory.is_dir() and not any(directory.iterdir())
-    is_complete = False
-    try:
+    was_there = directory.is_dir()
+    if was_there and any(directory.iterdir()):
         yield
-        is_complete = True
-    finally:
-        if (is_new or was_empty) and not is_complete:
-            shutil.rmtree(directory, ignore_errors=True)
-        if was_empty:
-            directory.mkdir(exist_ok=True)
+        return
+    with ExitStack() as undo:
+        if was_there:
+            undo.callback(directory.mkdir, exist_ok=True)
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)  # runs first
+        yield
+        undo.pop_all()
 
 
 def usual_reference(model: str) -> Path:
