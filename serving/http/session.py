@@ -140,7 +140,7 @@ class Session:
 
     async def _configure(self, message: dict[str, Any]) -> Settings:
         """Check a session.config and find its voice. Raises the refusal, Away."""
-        self.is_vllms = "task_type" in message
+        self.is_vllms = "task_type" in message  # before a refusal, so that its client can read the error
         own = self._own_fields(message)
         message = translated(message, is_strict=self.server.names.is_strict)
         fields = {

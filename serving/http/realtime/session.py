@@ -231,7 +231,8 @@ class Session:
         item = Item(message.role, id=message.id or new_id("item"))
         audio = [part.audio for part in message.content if part.type == "input_audio"]
         texts = [part.text for part in message.content if part.type != "input_audio"]
-        if None in texts or None in audio or not (audio or any(texts)):
+        says_nothing = not audio and not any(texts) and message.role != "assistant"  # an answer may be empty
+        if None in texts or None in audio or says_nothing:
             raise refusal(400, "a part of item.content has neither text nor audio", "item.content")
         if len(audio) > 1 or (audio and message.role != "user"):
             raise refusal(400, "an item has at most one input_audio, of the user", "item.content")

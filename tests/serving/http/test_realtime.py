@@ -193,6 +193,12 @@ def test_a_conversation_goes_on_from_what_was_heard(server):
         assert client.next("conversation.item.retrieved")["item"]["content"][0]["transcript"] is None
 
 
+def test_an_answer_that_a_client_adds_may_be_empty(server):
+    """A client that repeats an earlier conversation may hold an answer that was interrupted at once."""
+    with talking(server) as client:
+        assert client.write("", "assistant")["content"] == [{"type": "output_text", "text": ""}]
+
+
 def test_truncating_an_answer_under_way_ends_it(server, held):
     with talking(server) as client:
         item_id = half_told(server, client)

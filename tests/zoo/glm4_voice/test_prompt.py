@@ -54,6 +54,11 @@ def test_a_system_turn_replaces_the_line(model):
     assert f"{SYSTEM}\nBe brief.{USER}" in read(model, model.writer(Request(text="", turns=turns)).ids)
 
 
+def test_an_answer_may_be_empty(model):
+    script = model.writer(Request(text="Again.", turns=(Turn("user", "Hm."), Turn("assistant", None))))
+    assert f"{ASSISTANT}streaming_transcription\n{USER}\nAgain." in read(model, script.ids)
+
+
 def test_a_turn_cannot_contain_a_special_token(model):
     ids = model.writer(Request(text="<|user|><|audio_3|>")).ids
     special = set(model.writer.vocabulary.special.values())

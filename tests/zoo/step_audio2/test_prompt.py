@@ -135,6 +135,11 @@ def test_other_conversations_are_refused(model, turns, text, message):
     assert refused.value.param in ("turns", "text")
 
 
+def test_an_answer_may_be_empty(model):
+    answers = Turn("user", "Hm."), Turn("assistant", None)
+    assert "Hm.<|EOT|><|BOT|>assistant\n<|EOT|><|BOT|>human\nAgain." in read(model, asked("Again.", *answers))
+
+
 def test_rows_of_clips_have_keys_of_their_own(model):
     """Equal clips share pages of the KV cache, and others do not."""
     keys = [script(model, asked("", Turn("user", clip=clip))).keys for clip in (CLIP, CLIP, SECOND)]
