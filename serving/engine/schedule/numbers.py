@@ -24,7 +24,9 @@ MAX_LATE_IN_A_ROW = 2
 """Windows in a row that reach a listener too late; then it waits for the middle shape."""
 BATCHED_PART = 0.75
 """Part of the middle shape from which a window is batched with others of that shape."""
-GPU_RENDERS_IN_FLIGHT = 4
+GPU_MARGIN_FRAMES = 2
+"""Frames of audio that a listener on a GPU has left when it is served at the latest."""
+GPU_RENDERS_IN_FLIGHT = 3
 """Renders that a GPU has at once, if the shortest takes less than a step; meanwhile more windows are due,
 and one launch of many rows takes less time than many of few."""
 LONG_RENDER_STEPS = 4.0

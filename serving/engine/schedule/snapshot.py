@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from serving.engine.schedule.numbers import GPU_MARGIN_FRAMES
 from serving.engine.schedule.render_times import RenderTimes
 from serving.engine.schedule.slots import Slots
 from serving.engine.schedule.window_cost import WindowCost
@@ -69,8 +70,9 @@ class Timing:
     @property
     def service_s(self) -> float:
         """Return how long a listener may wait if it is not served now: until the next iteration, and then a
-        window's latency. At least a frame."""
-        return max(self.frame_s, self.latency_s + max(self.latency_s, self.iteration_s))
+        window's latency. At least a frame, and on a GPU some more: there steps and renders slow each other down."""
+        margin_s = 0.0 if self.render_times is None else GPU_MARGIN_FRAMES * self.frame_s
+        return margin_s + max(self.frame_s, self.latency_s + max(self.latency_s, self.iteration_s))
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,6 +125,14 @@ def test_a_listener_about_to_run_dry_or_dry_gets_any_frame(now):
     assert due(scheduler, now) == [({0: (50, 3)}, 4)]
 
 
+def test_a_listener_on_a_gpu_gets_any_frame_while_it_has_two_frames_more():
+    scheduler, now = playing(50), 4.0 - 2.5 * FRAME_S
+    report(scheduler, {0: 50 + 3})
+    assert due(scheduler, now) == []
+    scheduler.timing.render_times = SHORT
+    assert due(scheduler, now) == [({0: (50, 3)}, 4)]
+
+
 def test_a_listener_that_is_late_again_waits_for_the_middle_shape_until_it_is_in_time():
     scheduler, ready = playing(1), 1
     for now in (1.0, 2.0):  # one frame a second, so both windows are late
