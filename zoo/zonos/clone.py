@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -47,9 +48,7 @@ class Cloner:
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:
         assert self.speaker is not None, "a reference, and no speaker encoder: the spec takes none"
-        own, wide = (
-            torch.tensor(mono(clip, rate_hz, REFERENCE_S), device=self.device)
-            for rate_hz in (clip.sample_rate_hz, SAMPLE_RATE_HZ)
-        )
+        own = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S), device=self.device)
+        wide = resampled(own, clip.sample_rate_hz, SAMPLE_RATE_HZ)
         voice = self.speaker(own, clip.sample_rate_hz)
         return EncodedReference(voice.bfloat16().cpu(), self.codec.encode(wide[None])[0].cpu())

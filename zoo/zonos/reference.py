@@ -210,11 +210,12 @@ def load_speaker(directory: Path | None) -> Any:
 
 
 def wide(samples: torch.Tensor, hz: int) -> torch.Tensor:
-    """Return a clip at 44.1 kHz, resampled as `zoo` does."""
-    from zoo.request import AudioClip
-    from zoo.voices.references import mono
+    """Return a clip at 44.1 kHz, by the resampler that the autoencoder's `preprocess` calls, for one channel or the
+    mean of several."""
+    from torchaudio.functional import resample
 
-    return torch.from_numpy(mono(AudioClip(samples.numpy(), hz), RATE_HZ, (0, 1e9)))
+    mean: torch.Tensor = resample(torch.atleast_2d(samples).mean(0), hz, RATE_HZ)
+    return mean
 
 
 def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
