@@ -67,8 +67,8 @@ class Model:
         voice = self.voices.get((request.get("voice") or RANDOM).lower())
         if voice is not None:
             hz = voice.clip.sample_rate_hz
-            samples = torch.from_numpy(mono(voice.clip, hz, REFERENCE_S))
-            samples = resampled(samples, hz, RATE_HZ).numpy()
+            own = torch.from_numpy(mono(voice.clip, hz, REFERENCE_S))
+            samples = resampled(own, hz, RATE_HZ).numpy()
             yield request["options"].get("speaker", 0), voice.transcript or "", samples
         for reference in request.get("references", ()):
             clip = np.load(reference["clip"])
