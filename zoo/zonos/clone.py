@@ -22,6 +22,7 @@ from zoo.zonos.speaker import SpeakerEncoder
 
 FAMILY = "zonos"
 REFERENCE_S = (0.1, 30.0)  # the original advises 5 to 30 s
+SILENT_FRAMES = 10  # 116 ms, as many as those of the silence that the original's demonstration continues
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,21 @@ class Cloner:
         self.references: References[EncodedReference] = References()
         modules = [module for module in (codec, speaker) if module is not None]
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, None, *modules))
+        self._silence: Tensor | None = None
 
     def __call__(self, clip: AudioClip) -> EncodedReference:
         """Raises ValueError (`param` "references") for audio that is not a reference."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: EncodedReference(**tensors))
         return self.references.get(name, lambda: self._encode(clip), file)
+
+    @torch.inference_mode()
+    def silence(self) -> Tensor:
+        """Return the codes [SILENT_FRAMES, 9] of silence on the CPU."""
+        if self._silence is None:
+            samples = torch.zeros(1, SILENT_FRAMES * self.codec.frame_samples, device=self.device)
+            self._silence = self.codec.encode(samples)[0].cpu()
+        return self._silence
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:

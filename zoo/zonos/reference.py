@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from transformers import DacConfig, DacModel
 
 from zoo.reference_script import answer, speed
+from zoo.zonos.clone import SILENT_FRAMES
 
 _Dictionary = sudachipy.Dictionary
 sudachipy.Dictionary = lambda dict: _Dictionary(dict="core")
@@ -131,6 +132,8 @@ class Model:
             if reference["transcript"] and not options.get("x_vector_only_mode"):
                 text = f"{reference['transcript'].strip()} {text}"
                 codes = self.encode(wide(samples, hz))
+        if options.get("silence_first") and codes is None:
+            codes = self.encode(torch.zeros(SILENT_FRAMES * FRAME_SAMPLES))
         language = request.get("language") or "auto"
         emotion = [
             options.get(f"emotion_{name}", value) for name, value in zip(EMOTIONS, EMOTION, strict=True)
