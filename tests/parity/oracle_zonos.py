@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one_frame": {"text": "a", "max_frames": 1},
     "voice": {"text": STORY, "max_frames": 24, "clip": None},
     "continued": {"text": "It hums.", "max_frames": 24, "clip": "Hm, hm."},
+    "silence": {"text": STORY, "max_frames": 24, "options": {"silence_first": True}},
     "conditions": {
         "text": "Où est la forêt?",
         "language": "fr-fr",

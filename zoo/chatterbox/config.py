@@ -25,6 +25,7 @@ T3_FILES: dict[str, Kind] = {
     "t3_cfg.safetensors": "english",
     "t3_mtl23ls_v2.safetensors": "multilingual",
     "t3_mtl23ls_v3.safetensors": "multilingual",
+    "t3_23lang.safetensors": "multilingual",  # of the first release
     "t3_cfg.pt": "english",  # of the first release, in fp16
 }
 TITLES = {
@@ -33,10 +34,12 @@ TITLES = {
     "t3_cfg.safetensors": "Chatterbox",
     "t3_mtl23ls_v2.safetensors": "Chatterbox Multilingual",
     "t3_mtl23ls_v3.safetensors": "Chatterbox Multilingual",
+    "t3_23lang.safetensors": "Chatterbox Multilingual",
     "t3_cfg.pt": "Chatterbox",
 }
 # Any other one is Multilingual tuned for one language, such as t3_pt_br.safetensors.
 PACKS = "t3_*.safetensors"
+FIRST_MULTILINGUAL = "t3_23lang.safetensors"
 BEGIN, END = NUM_CODES, NUM_CODES + 1  # of speech, in the table of codes
 HEAD_DIM = 64
 EPS = 1e-5
@@ -87,6 +90,7 @@ class Config:
     flow: FlowSizes
     vocoder: VocoderSizes
     tokenizer: S3Config
+    keeps_case: bool = False  # whether it reads capitals, and accents as they are written
 
     @property
     def is_turbo(self) -> bool:
@@ -105,6 +109,7 @@ class Config:
             flow=_flow(s3gen),
             vocoder=_vocoder(s3gen),
             tokenizer=_tokenizer(s3gen),
+            keeps_case=name == FIRST_MULTILINGUAL,
         )
         if config.is_turbo != config.flow.is_meanflow:
             has = "has" if config.flow.is_meanflow else "lacks"

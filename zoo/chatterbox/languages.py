@@ -1,11 +1,13 @@
 """The languages of Chatterbox Multilingual, and the spelling that the model reads for each.
 
-Source: chatterbox-tts 0.1.7, mtl_tts.py (SUPPORTED_LANGUAGES) and models/tokenizers/tokenizer.py.
+Source: chatterbox-tts 0.1.7, mtl_tts.py (SUPPORTED_LANGUAGES) and models/tokenizers/tokenizer.py; for the first
+Multilingual, which keeps case and accents, the latter at a9742ee.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,23 +21,25 @@ LANGUAGES = (
     *("ms", "nl", "no", "pl", "pt", "ru", "sv", "sw", "tr", "zh"),
 )
 CANGJIE_FILE = "Cangjie5_TC.json"
+SYLLABLE = re.compile("[\uac00-\ud7a3]")  # of Hangul
 KANJI = ("\u4e00", "\u9fff")
 
 
-def in_language(text: str, language: str, directory: Path) -> str:
-    """Return a text in lower case with its accents apart, in the language's spelling, behind its tag.
+def in_language(text: str, language: str, directory: Path, keeps_case: bool = False) -> str:
+    """Return a text in lower case with its accents apart, unless it keeps its case, in the language's spelling, behind
+    its tag.
 
     language: one of LANGUAGES, or "" for no tag. Raises RequestError if a package for the language is
     missing.
     """
-    text = normalize("NFKD", text.lower())
+    text = text if keeps_case else normalize("NFKD", text.lower())
     if language in _SPELLINGS:
         text = _SPELLINGS[language](text, directory)
     return f"[{language}]{text}" if language else text
 
 
 def _korean(text: str, directory: Path) -> str:
-    return text.strip()  # NFKD has taken the syllables apart
+    return SYLLABLE.sub(lambda found: normalize("NFD", found[0]), text).strip()
 
 
 def _japanese(text: str, directory: Path) -> str:

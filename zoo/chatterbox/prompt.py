@@ -1,7 +1,7 @@
 """Text as ids: punctuation as the model knows it, a tag for the language, and the directory's tokenizer.
 
     Chatterbox     255  text, spaces as [SPACE]  0
-    Multilingual   255  [fr] text, lower case, accents apart  0
+    Multilingual   255  [fr] text, lower case, accents apart  0      the first one keeps case and accents
     Turbo          text, GPT-2's tokenizer
 
 Source: chatterbox-tts 0.1.7, tts.py, mtl_tts.py, tts_turbo.py (punc_norm) and models/tokenizers/tokenizer.py.
@@ -30,6 +30,7 @@ TOKENIZER_FILES = {
     "english": "tokenizer.json",
     "multilingual": "grapheme_mtl_merged_expanded_v1.json",
 }
+FIRST_TOKENIZER = "mtl_tokenizer.json"  # of the first Multilingual
 # Replaced in this order. Turbo keeps the marks of TURBO_KEEPS.
 REPLACED = (
     ("...", ", "),
@@ -165,13 +166,15 @@ class PromptWriter:
         if config.is_turbo:
             self.tokenize = Gpt2Tokenizer(directory, rows)
         else:
-            self.tokenize = TextTokenizer(directory / TOKENIZER_FILES[config.kind], rows, config.title)
+            name = FIRST_TOKENIZER if config.keeps_case else TOKENIZER_FILES[config.kind]
+            self.tokenize = TextTokenizer(directory / name, rows, config.title)
 
     def __call__(self, request: Request) -> list[int]:
         text = normalized(request.text.strip(), self.config)
         if self.config.kind == "multilingual":
             language = (request.language or "auto").lower()
-            text = in_language(text, "" if language == "auto" else language, self.directory)
+            language = "" if language == "auto" else language
+            text = in_language(text, language, self.directory, self.config.keeps_case)
         ids = self.tokenize(text)
         if isinstance(self.tokenize, TextTokenizer):
             ids = self.tokenize.framed(ids)

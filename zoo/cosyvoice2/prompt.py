@@ -34,6 +34,10 @@ TAGS = tuple(_TAGS.split())  # special tokens that are allowed in a text
 SPECIAL = (*BASE, END_OF_PROMPT, *TAGS)
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in TAGS) + ")")
 
+# A piece of a long text may end with a comma, and a quotation behind its own mark.
+ENDS = (*".?!;:", *"。？！；：、", *",，", *'"”')  # noqa: RUF001 (wide forms)
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
 HINTS = {
     "language": "the model infers it from the text; use instructions for dialects and styles",
     "voice": "give a reference to clone",
@@ -62,6 +66,14 @@ def options(config: Config) -> tuple[Option, ...]:
             choices=("full", "interleaved"),
         ),
     )
+
+
+def ended(text: str) -> str:
+    """Return a text that ends like a sentence, as the reference's front end does for texts that are known as a
+    whole. It leaves texts with tokens such as <|endofprompt|> as they are."""
+    if not text or text.endswith(ENDS) or ("<|" in text and "|>" in text):
+        return text
+    return text + ("。" if CHINESE.search(text) else ".")
 
 
 class TextTokenizer:
@@ -113,11 +125,11 @@ class PromptWriter:
 
     def __call__(self, request: Request, transcript: tuple[int, ...]) -> Script:
         """Write the script of a request. transcript: text ids of the voice's prompt; empty if not known."""
-        text = self.tokens("text", request.text)
+        is_interleaved = self._is_interleaved(request)
+        text = self.tokens("text", request.text if is_interleaved else ended(request.text.strip()))
         if not text:
             raise RequestError("text", "text is empty")
         instructions = (request.instructions or "").strip().removesuffix(END_OF_PROMPT)
-        is_interleaved = self._is_interleaved(request)
         if instructions:
             if is_interleaved:
                 instead = "use text_mode full and send all of the text at once"

@@ -42,7 +42,7 @@ from torch import Tensor
 from zoo.checkpoint import loading
 from zoo.cosyvoice2 import weights
 from zoo.cosyvoice2.config import BLANK, Config
-from zoo.cosyvoice2.prompt import BASE, END_OF_PROMPT, TAGS
+from zoo.cosyvoice2.prompt import BASE, END_OF_PROMPT, TAGS, ended
 from zoo.nn.s3.campplus import CamPlus
 from zoo.nn.s3.sizes import NUM_CODES
 from zoo.reference_script import answer, speed
@@ -321,13 +321,15 @@ class Model:
 
     def codes(self, request: dict[str, Any], voice: dict[str, Tensor], is_endless: bool = False) -> list[int]:
         """Return the codes of a request. is_endless: as many as requested, without an early end."""
-        text, before, prompt = self.text(request["text"]), voice["text"][0].tolist(), voice["codes"]
+        is_interleaved = request["options"].get("text_mode") == "interleaved"
+        text = self.text(request["text"] if is_interleaved else ended(request["text"].strip()))
+        before, prompt = voice["text"][0].tolist(), voice["codes"]
         if request["instructions"]:
             instructions = request["instructions"].strip().removesuffix(END_OF_PROMPT)
             before = [*self.text(instructions), self.tokenizer.convert_tokens_to_ids(END_OF_PROMPT)]
         if request["instructions"] or not before:
             prompt = prompt[:, :0]
-        if request["options"].get("text_mode") == "interleaved":
+        if is_interleaved:
             said = say_interleaved(self.lm, text, before, prompt)
         else:
             lengths = (torch.tensor(len(part)) for part in (text, before, prompt[0]))

@@ -20,6 +20,7 @@ from zoo.checkpoint import loading
 from zoo.checkpoint.tensor_files import TensorFile, open_file
 from zoo.nn import mimi_encoder
 from zoo.nn.mimi import MimiConfig
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -94,6 +95,7 @@ class Cloner:
         return self.references.get(name, lambda: self._encode(clip), file).codes
 
     def _encode(self, clip: AudioClip) -> Codes:
-        samples = torch.tensor(mono(clip, self.encoder.rate_hz, REFERENCE_S))  # [N]
+        samples = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S))  # [N]
+        samples = resampled(samples, clip.sample_rate_hz, self.encoder.rate_hz)
         samples = F.pad(samples, (0, -len(samples) % self.encoder.config.frame_samples))
         return Codes(self.encoder(samples))

@@ -2,6 +2,8 @@
 fp32, and cached.
 
     clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
+
+Source of the resampling: fish-speech 0.1.0, fish_speech/inference_engine/reference_loader.py.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import SAMPLE_RATE_HZ
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -37,5 +40,6 @@ class Cloner:
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Codes:
-        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
-        return Codes(self.codec.encode(samples)[0].cpu())
+        samples = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S), device=self.device)
+        samples = resampled(samples, clip.sample_rate_hz, SAMPLE_RATE_HZ)
+        return Codes(self.codec.encode(samples[None])[0].cpu())

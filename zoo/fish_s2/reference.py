@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from zoo.fish_s2.config import CodecConfig, TransformerConfig
+from zoo.nn.resample import resampled
 from zoo.reference_script import answer, speed
 from zoo.request import AudioClip
 from zoo.voices.references import mono
@@ -385,11 +386,12 @@ def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
     for reference in request["references"]:
         clip, text = np.load(reference["clip"]), reference["transcript"] or ""
         recorded = AudioClip(clip["samples"], int(clip["rate_hz"]))
-        # Resampled like ours; the original's resampler is not established.
-        samples = mono(recorded, RATE_HZ, (0, 1000))
+        # by `zoo`'s own copy of torchaudio's resampler, which the original uses
+        samples = torch.from_numpy(mono(recorded, recorded.sample_rate_hz, (0, 1000)))
+        samples = resampled(samples, recorded.sample_rate_hz, RATE_HZ)
         if reference.get("speaker") is not None and not re.search(SPEAKER, text):
             text = f"<|speaker:{reference['speaker']}|>{text}"
-        made.append((text, torch.from_numpy(samples)))
+        made.append((text, samples))
     return made
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -74,12 +75,20 @@ class Cloner:
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, continues: bool) -> EncodedReference:
-        samples = mono(clip, self.config.vae.rate_hz, self.reference_s)
+        samples = self._samples(clip)
         missing = -len(samples) % (self.config.patch * self.config.vae.hop_samples)
         samples = np.pad(samples, (missing, 0) if continues else (0, missing))
         latents = self.vae.encoder(torch.tensor(samples, device=self.device)[None])  # [1, D, F]
         patches = latents[0].to(self.dtype).T.unflatten(0, (-1, self.config.patch)).contiguous()  # [R, P, D]
         return self._heard(name, patches, continues)
+
+    def _samples(self, clip: AudioClip) -> np.ndarray:
+        """Return a clip [N] at the codec's rate. The first generation's code calls torchaudio, VoxCPM2's librosa."""
+        rate_hz = self.config.vae.rate_hz
+        if not self.config.is_first_generation:
+            return mono(clip, rate_hz, self.reference_s)
+        samples = torch.from_numpy(mono(clip, clip.sample_rate_hz, self.reference_s))
+        return resampled(samples, clip.sample_rate_hz, rate_hz).numpy()
 
     @torch.inference_mode()
     def spoken(self, frames: Tensor, continues: bool) -> EncodedReference:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono
@@ -21,6 +22,7 @@ from zoo.zonos.speaker import SpeakerEncoder
 
 FAMILY = "zonos"
 REFERENCE_S = (0.1, 30.0)  # the original advises 5 to 30 s
+SILENT_FRAMES = 10  # 116 ms, as many as those of the silence that the original's demonstration continues
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Cloner:
         self.references: References[EncodedReference] = References()
         modules = [module for module in (codec, speaker) if module is not None]
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, None, *modules))
+        self._silence: Tensor | None = None
 
     def __call__(self, clip: AudioClip) -> EncodedReference:
         """Raises ValueError (`param` "references") for audio that is not a reference."""
@@ -45,11 +48,17 @@ class Cloner:
         return self.references.get(name, lambda: self._encode(clip), file)
 
     @torch.inference_mode()
+    def silence(self) -> Tensor:
+        """Return the codes [SILENT_FRAMES, 9] of silence on the CPU."""
+        if self._silence is None:
+            samples = torch.zeros(1, SILENT_FRAMES * self.codec.frame_samples, device=self.device)
+            self._silence = self.codec.encode(samples)[0].cpu()
+        return self._silence
+
+    @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:
         assert self.speaker is not None, "a reference, and no speaker encoder: the spec takes none"
-        own, wide = (
-            torch.tensor(mono(clip, rate_hz, REFERENCE_S), device=self.device)
-            for rate_hz in (clip.sample_rate_hz, SAMPLE_RATE_HZ)
-        )
+        own = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S), device=self.device)
+        wide = resampled(own, clip.sample_rate_hz, SAMPLE_RATE_HZ)
         voice = self.speaker(own, clip.sample_rate_hz)
         return EncodedReference(voice.bfloat16().cpu(), self.codec.encode(wide[None])[0].cpu())

@@ -39,6 +39,7 @@ HELP = {
     "pitch_std": "how far the pitch moves, in Hz: 20 to 45 is normal, 60 to 150 expressive",
     "speaking_rate": "phonemes per second: 10 is slow, 30 very fast",
 }
+SILENCE_FIRST = "silence_first"
 # conditions that a request may leave to the model
 LEFT = {
     "emotion": "the emotions; try it if the speech is unstable",
@@ -67,6 +68,7 @@ def options(config: Config) -> tuple[Option, ...]:
         Option("quad", float, "unified sampler: high values make unlikely codes much less likely", 0.0, (-2, 2)),
         Option("recent_penalty", float, "how strongly to penalize the codes of the last two steps; 1 is off", PENALTY, (1, 10)),
         Option(SOUND_ONLY, bool, "clone only the voice of the reference, without continuing it", False),
+        Option(SILENCE_FIRST, bool, "continue 0.1 s of silence, or a recording; try it if the first word is cut off", False),
     )  # fmt: skip
 
 
@@ -124,6 +126,8 @@ class PromptWriter:
                 before, codes = reference.transcript or "", encoded.codes
         elif said is not None:
             before, codes = said.text, said.frames
+        if values[SILENCE_FIRST] and len(codes) == 0:
+            codes = self.cloner.silence()
         ids = self.phonemize(f"{before.strip(BLANK)} {request.text}", language) if before else alone
         names = (condition.name for condition in self.config.conditions if condition.name != ESPEAK)
         return Script(ids, {name: given.get(name) for name in names}, codes, len(alone))

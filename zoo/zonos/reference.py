@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from transformers import DacConfig, DacModel
 
 from zoo.reference_script import answer, speed
+from zoo.zonos.clone import SILENT_FRAMES
 
 _Dictionary = sudachipy.Dictionary
 sudachipy.Dictionary = lambda dict: _Dictionary(dict="core")
@@ -131,6 +132,8 @@ class Model:
             if reference["transcript"] and not options.get("x_vector_only_mode"):
                 text = f"{reference['transcript'].strip()} {text}"
                 codes = self.encode(wide(samples, hz))
+        if options.get("silence_first") and codes is None:
+            codes = self.encode(torch.zeros(SILENT_FRAMES * FRAME_SAMPLES))
         language = request.get("language") or "auto"
         emotion = [
             options.get(f"emotion_{name}", value) for name, value in zip(EMOTIONS, EMOTION, strict=True)
@@ -210,11 +213,12 @@ def load_speaker(directory: Path | None) -> Any:
 
 
 def wide(samples: torch.Tensor, hz: int) -> torch.Tensor:
-    """Return a clip at 44.1 kHz, resampled as `zoo` does."""
-    from zoo.request import AudioClip
-    from zoo.voices.references import mono
+    """Return a clip at 44.1 kHz, by the resampler that the autoencoder's `preprocess` calls, for one channel or the
+    mean of several."""
+    from torchaudio.functional import resample
 
-    return torch.from_numpy(mono(AudioClip(samples.numpy(), hz), RATE_HZ, (0, 1e9)))
+    mean: torch.Tensor = resample(torch.atleast_2d(samples).mean(0), hz, RATE_HZ)
+    return mean
 
 
 def speak(model: Model, request: dict[str, Any]) -> np.ndarray:

@@ -105,6 +105,22 @@ def test_the_language_model_of_the_first_release_is_a_pickle(copy, wrapped):
     assert torch.equal(loaded.t3.codes.weight, tensors["speech_emb.weight"].float())
 
 
+def test_the_first_multilingual_has_other_files_and_keeps_case_and_accents(tmp_path):
+    first = Path(shutil.copytree(directory("chatterbox", "tiny-multilingual"), tmp_path / "first"))
+    (first / "t3_mtl23ls_v2.safetensors").rename(first / "t3_23lang.safetensors")
+    (first / "grapheme_mtl_merged_expanded_v1.json").rename(first / "mtl_tokenizer.json")
+    loaded, later = zoo.load(first, "cpu"), family("chatterbox", size="tiny-multilingual")
+    assert (loaded.spec.variant, loaded.spec.name) == ("multilingual", "Chatterbox Multilingual")
+    spelled = Request(text="Où, HM.", language="fr")
+    assert loaded.writer(spelled) == framed(later, "[fr]Où, HM.") != later.writer(spelled)
+    korean = Request(text="한 ó", language="ko")
+    assert loaded.writer(korean) == framed(later, "[ko]\u1112\u1161\u11ab ó.")
+
+
+def framed(model, text: str) -> list[int]:
+    return model.writer.tokenize.framed(model.writer.tokenize(text))
+
+
 def test_a_pickled_language_model_with_more_than_tensors_is_refused(copy):
     (copy / "t3_cfg.safetensors").unlink()
     torch.save({"model": [Path("x")]}, copy / "t3_cfg.pt")

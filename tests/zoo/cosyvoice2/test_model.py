@@ -13,7 +13,7 @@ from torch import Tensor
 import zoo
 from zoo.contract import View
 from zoo.cosyvoice2.model import MAX_CODES_AT_ONCE, CosyVoice2, CosyVoice2State
-from zoo.cosyvoice2.prompt import END_OF_PROMPT
+from zoo.cosyvoice2.prompt import END_OF_PROMPT, ended
 from zoo.cosyvoice2.sampling import nucleus, repetition_aware
 from zoo.cosyvoice2.voices import MAX_PROMPT, MAX_REST
 from zoo.nn.s3.sizes import GRID
@@ -211,3 +211,25 @@ def test_a_repeated_code_is_sampled_again_from_all_others():
     assert (repetition_aware(logits, *settings, lambda code: code < 0, noise) == 0).all()
     greedy = repetition_aware(logits, 0 * settings[0], *settings[1:], lambda code: code == 0, noise)
     assert (greedy == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("Hm", "Hm."),
+        ("ok [laughter]", "ok [laughter]."),
+        ("你好", "你好。"),
+        ("Hm?", "Hm?"),
+        ("你好、", "你好、"),
+        ('He said "Hm."', 'He said "Hm."'),
+        ("one, ", "one,"),
+        ("a <|b|>", "a <|b|>"),
+    ],
+)
+def test_a_whole_text_ends_like_a_sentence(text, read):
+    """By the reference's split_paragraph, except behind a comma, where a piece of a long text may end."""
+    write, transcript = family("cosyvoice2").writer, (1,)
+    assert ended(text.strip()) == read
+    assert write(Request(text=text), transcript) == write(Request(text=read), transcript)
+    apart = Request(text=text, options={"text_mode": "interleaved"})
+    assert list(write(apart, transcript).text) == write.tokenize(text.strip())

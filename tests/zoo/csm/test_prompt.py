@@ -10,6 +10,7 @@ from models import Clock, family, serve
 import zoo
 from serving.engine.engine import Engine
 from zoo.csm.conversations import MOST, Context, Conversations
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 TEXT = Request(text="Good morning.", max_frames=4)
@@ -60,6 +61,13 @@ def test_references_and_turns_keep_their_order():
         "[0]Five.",
     ]
     assert text_of(parts(asked, speaker=2)[2]) == "[0]Two."
+
+
+def test_a_recording_is_resampled_by_a_windowed_sinc():
+    """As by torchaudio, which the original calls. The published voices are at 44.1 kHz."""
+    encode, samples = family("csm").writer.cloner, clip(5).samples
+    narrow = resampled(torch.from_numpy(samples), 44_100, 24_000)
+    assert torch.equal(encode(AudioClip(samples, 44_100)), encode(AudioClip(narrow.numpy(), 24_000)))
 
 
 def test_a_client_cannot_write_special_tokens():

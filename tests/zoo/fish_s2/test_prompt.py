@@ -12,6 +12,7 @@ from models import family
 
 import zoo
 from zoo.fish_s2.prompt import column_keys, passes
+from zoo.nn.resample import resampled
 from zoo.request import AudioClip, Reference, Request, RequestError
 
 FISH = family("fish_s2")
@@ -169,6 +170,13 @@ def test_a_clip_is_encoded_once():
     FISH.prompt(asked)
     FISH.prompt(replace(asked, text="Hi."))
     assert WRITE.cloner.references.num_encoded == before + 1
+
+
+def test_a_clip_is_resampled_by_a_windowed_sinc():
+    """As by torchaudio, which the original calls."""
+    recorded = clip(12)
+    wide = resampled(torch.from_numpy(recorded.samples), 24_000, 44_100)
+    assert torch.equal(WRITE.cloner(recorded), WRITE.cloner(AudioClip(wide.numpy(), 44_100)))
 
 
 # refused requests

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from zoo import AudioClip, Reference, Request
+from zoo.nn.resample import resampled
 from zoo.voxcpm2 import claims, demo
 
 TINY = directory("voxcpm2", "tiny")
@@ -118,6 +119,15 @@ def test_the_first_generation_is_described():
         and old.net.residual.rope is not None
         and family("voxcpm2").net.residual.rope is None
     )
+
+
+def test_the_first_generation_resamples_by_a_windowed_sinc():
+    """As by torchaudio, which its own code calls. VoxCPM2's calls librosa."""
+    encode = family("voxcpm2", size="tiny-1.5").writer.cloner
+    noise = (np.random.default_rng(0).normal(size=4000) / 9).astype(np.float32)
+    wide = resampled(torch.from_numpy(noise), 16_000, 44_100).numpy()
+    ours, expected = encode(AudioClip(noise, 16_000), False), encode(AudioClip(wide, 44_100), False)
+    assert torch.equal(ours.patches, expected.patches)
 
 
 def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):

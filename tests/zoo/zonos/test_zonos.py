@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from serving.engine.engine import Engine
+from zoo.check import check
 from zoo.contract import View
 from zoo.request import AudioClip, Reference, Request, RequestError
 from zoo.zonos import demo, japanese, speaker
@@ -130,6 +132,21 @@ def test_emotions_without_any_weight_are_refused():
     options = {f"emotion_{name}": 0.0 for name in EMOTIONS}
     with pytest.raises(RequestError, match="all emotions are 0; set one above 0, or unconditional_emotion"):
         family("zonos").prompt(Request(text="a", options=options))
+
+
+def test_silence_comes_first_if_no_recording_is_continued():
+    ours, silent = family("zonos"), {"silence_first": True}
+    codes = ours.codec.encode(torch.zeros(1, 5120))[0]
+    plain, sound = Request(text="a", options=silent), Reference(CLIP)
+    assert torch.equal(script_of(plain).codes, codes)
+    assert torch.equal(script_of(replace(plain, references=(sound,))).codes, codes)
+    continued = replace(plain, references=(Reference(CLIP, "b"),))
+    assert torch.equal(script_of(continued).codes, ours.writer.cloner(CLIP).codes)
+
+
+def script_of(request):
+    ours = family("zonos")
+    return ours.writer(request, check(request, ours.spec))
 
 
 def test_only_the_proportions_of_the_emotions_count():
