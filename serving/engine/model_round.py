@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,15 @@ from serving.engine.schedule.admission import Forecaster, IterationLoad
 from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.tenants import Tenants
 from zoo.contract import NEVER
+
+
+class Step(NamedTuple):
+    """A launched step, all [B]. generation: of its slots' tenants. kv_lens: positions of their first lanes."""
+
+    slots: np.ndarray
+    generation: np.ndarray
+    kv_lens: np.ndarray
+    report: AsyncCopy
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,13 +63,13 @@ class ModelRound:
     between: Callable[[], None] = lambda: None
     load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
     began_s: float = -math.inf
-    launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = field(default_factory=deque)
+    steps: deque[Step] = field(default_factory=deque)
     renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = field(default_factory=deque)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is in flight."""
-        return not self.launches and not self.renders
+        return not self.steps and not self.renders
 
     def launch(self) -> bool:
         """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
@@ -69,7 +78,8 @@ class ModelRound:
         num_tokens = self._prefill()
         slots = self.scheduler.decoding_slots()
         if slots.size:
-            self.launches.append((slots, self.tenants.generation[slots], self.runner.step(slots)))
+            report = self.runner.step(slots)
+            self.steps.append(Step(slots, self.tenants.generation[slots], self.runner.kv_lens[slots], report))
             self.scheduler.record_step(slots)
         self.load = IterationLoad(slots.size, num_tokens)
         return bool(num_tokens) or bool(slots.size)
@@ -85,9 +95,6 @@ class ModelRound:
             self.runner.prefill(launch)
         for chunk in chunks:
             self.scheduler.record_prefill(chunk)
-            if chunk.is_last:
-                job = self.running[chunk.slot]
-                self.pages.publish(chunk.lane, job.prompt.lanes[chunk.lane].prefix_keys[:-1], job)
         return sum(chunk.stop - chunk.start for chunk in chunks)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
@@ -112,14 +119,15 @@ class ModelRound:
             self._deliver(is_waiting=False)
 
     def _collect_reports(self, report_lag: int) -> None:
-        while len(self.launches) > report_lag:
-            slots, generation, copy = self.launches.popleft()
-            [report] = copy.read()
-            same = self.tenants.stayed(slots, generation)
-            slots = slots[same]
+        while len(self.steps) > report_lag:
+            step = self.steps.popleft()
+            [report] = step.report.read()
+            same = self.tenants.stayed(step.slots, step.generation)
+            slots = step.slots[same]
             ready, done, written, finite, *opens = report[same].T
             is_sick = (finite == 0) & ~self.scheduler.slots.tape.is_done[slots]
             self.failing.update({self.running[slot]: NOT_FINITE for slot in slots[is_sick].tolist()})
+            self._publish_prompts(slots[finite > 0], step.kv_lens[same][finite > 0])
             # A slot that was done already took a step in vain, whose report repeats the one before.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
@@ -131,9 +139,15 @@ class ModelRound:
                 if job.writing.is_stopped and not is_done:
                     self.runner.end(slot)
             if opens:
-                for slot, step in zip(slots.tolist(), opens[0].tolist(), strict=True):
-                    if step < NEVER:
-                        self._open_lane(self.running[slot], step)
+                for slot, opens_at in zip(slots.tolist(), opens[0].tolist(), strict=True):
+                    if opens_at < NEVER:
+                        self._open_lane(self.running[slot], opens_at)
+
+    def _publish_prompts(self, slots: np.ndarray, kv_lens: np.ndarray) -> None:
+        """Let later prompts find those that these slots have read without NaN. kv_lens: as of `Step`."""
+        for slot, lane in self.pages.record_finite(slots, kv_lens):
+            job = self.running[slot]
+            self.pages.publish(lane, job.prompt.lanes[lane].prefix_keys[:-1], job)
 
     def _open_lane(self, job: Job, step: int) -> None:
         try:

@@ -214,6 +214,7 @@ class ModelWorker:
             expected_frames=self.expectations.frames(job),
             is_final=job.prompt.is_final,
         )
+        self.pages.num_finite[job.slot] = 0
         job.num_cached += skips[0]
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
@@ -348,14 +349,13 @@ class ModelWorker:
     def keep_answer(self, job: Job) -> None:
         """Keep an answer's tokens up to now, and index its pages for later turns."""
         job.keep_answer(self.tape(job))
-        if job.pages.saved is None:
-            self._publish(job, job.answer.tokens)
+        self._publish(job, job.answer.tokens)
 
     def _publish(self, job: Job, made: Sequence[int]) -> None:
-        """Let later prompts find a pass. made: the keys of the positions behind its prompt."""
+        """Let later prompts find a pass, as far as reports have shown it to be finite. made: the keys of the
+        positions behind its prompt."""
         keys = (*job.prompt.lanes[0].prefix_keys, *made)
-        filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
-        self.pages.publish(0, keys[:filled], job)
+        self.pages.publish(0, keys[: self.pages.num_finite[job.slot]], job)
 
     def record_pass(self, job: Job) -> None:
         """Learn from a pass that is over, and count it if its text can hardly have speech of that length."""

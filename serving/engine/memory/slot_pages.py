@@ -31,6 +31,8 @@ class SlotPages:
         self.salt = next(_salts)
         # Positions that the pages of each sequence hold.
         self.room = np.zeros(len(runner.kv_lens), np.int64)
+        # Positions of each slot's first lane that a report has shown to be finite.
+        self.num_finite = np.zeros(runner.num_slots, np.int64)
         past = paged_past(runner.family)
         self.past = None if past is None else PastPages(runner, pages, past)
 
@@ -192,9 +194,25 @@ class SlotPages:
         self.count(job)
         return True
 
+    def record_finite(self, slots: np.ndarray, kv_lens: np.ndarray) -> list[tuple[int, int]]:
+        """Record that steps of slots with kv_lens positions in their first lanes gave finite values, all [B].
+        Return the slots and lanes whose prompts are thereby known to be finite: a step reads all of them."""
+        known = self.num_finite[slots]
+        self.num_finite[slots] = kv_lens
+        spec = self.runner.family.spec
+        lanes = range(1 if spec.opens_late else spec.lanes)
+        found = [(slot, lane) for slot in slots[known == 0].tolist() for lane in lanes]
+        if spec.opens_late:
+            opens_at = self.runner.table.opens_at[slots]
+            has_joined = (known <= opens_at) & (opens_at < kv_lens)
+            found += [(slot, 1) for slot in slots[has_joined].tolist()]
+        return found
+
     def publish(self, lane: int, keys: Sequence[int], job: Job) -> None:
-        """Let later prompts find the pages that hold these keys."""
-        self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
+        """Let later prompts find the pages that hold these keys, unless the job is paused: then they are
+        others'."""
+        if job.pages.saved is None:
+            self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
     def forget(self, job: Job) -> None:
         """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given
