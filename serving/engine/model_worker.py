@@ -341,9 +341,7 @@ class ModelWorker:
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Index the pages of an ended pass, so that the conversation's next turn finds its tokens there."""
-        if job.pages.saved is not None:
-            return  # its pages are others'
+        """Keep an ended pass for the conversation's next turn, and index its pages."""
         self._publish(job, self.family.end_turn(job.prompt, self.tape(job)))
 
     def keep_answer(self, job: Job) -> None:

@@ -346,6 +346,28 @@ def test_the_next_turn_prefills_only_what_is_new(report_lag):
     assert not torch.equal(truth.frames, zoo.generate(GridToy(), replace(second, conversation=None)).frames)
 
 
+def test_a_turn_that_ends_while_its_stream_is_paused_is_kept():
+    """It is paused while the report of its last step is on its way, and others hold all pages."""
+    room = engine(GridToy(), report_lag=1)
+    first, second = asked(conversation="one"), asked(text="And then?", seed=5, conversation="one")
+    room.speak("first", first, Listener())
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    while model.runner.kv_lens[job.slot] < len(job.prompt.inputs) - 1 + job.prompt.max_frames:
+        room.turn()
+    assert not model.is_done(job.slot)
+    room.paging._pause(job)
+    others = room.pages.take(room.pages.free)
+    run(room)
+    room.pages.give_back(others)
+    [listener] = serve(room, {0: [second]})
+    plain = GridToy()
+    zoo.generate(plain, first)
+    truth = zoo.generate(plain, second)
+    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+
+
 def test_a_model_without_turns_refuses_conversations():
     for field in ({"conversation": "one"}, {"turns": (zoo.Turn("user", "Hello."),)}):
         with pytest.raises(RequestError, match="toy hum takes no") as refused:
