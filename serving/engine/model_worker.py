@@ -342,7 +342,10 @@ class ModelWorker:
 
     def publish_turn(self, job: Job) -> None:
         """Keep an ended pass for the conversation's next turn, and index its pages."""
-        self._publish(job, self.family.end_turn(job.prompt, self.tape(job)))
+        frames = self.tape(job)
+        with self.runner.streams.prompts.here():  # where the next turn's prompt reads what is kept
+            made = self.family.end_turn(job.prompt, frames)
+        self._publish(job, made)
 
     def keep_answer(self, job: Job) -> None:
         """Keep an answer's tokens up to now, and index its pages for later turns."""

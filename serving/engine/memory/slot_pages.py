@@ -84,7 +84,9 @@ class SlotPages:
     def open_lane(self, job: Job, length: int) -> int | None:
         """Give a job the pages of its second lane, behind `length` inputs that all requests share. Return how
         many positions shared pages already hold, or None if there are too few pages."""
-        lane, tokens = self.runner.family.second_lane(length), self.runner.page_tokens
+        tokens = self.runner.page_tokens
+        with self.runner.streams.lm.here():  # where a prefill reads the inputs
+            lane = self.runner.family.second_lane(length)
         shared = self.pages.match(self.salt, lane.prefix_keys, tokens, self.chunk_pages)
         own = job.pages.lanes[1]
         kept = own[len(shared) :]

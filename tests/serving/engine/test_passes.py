@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from masquerade import LateStream, masquerade
 from models import Clock, Listener, alone, family, manners, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
@@ -366,6 +367,21 @@ def test_a_turn_that_ends_while_its_stream_is_paused_is_kept():
     zoo.generate(plain, first)
     truth = zoo.generate(plain, second)
     np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+
+
+def test_a_turn_is_kept_on_the_stream_of_prompts(monkeypatch):
+    """The next turn's prompt reads it there."""
+    streams = []
+    end_turn = GridToy.end_turn
+    monkeypatch.setattr(
+        GridToy, "end_turn", lambda *given: streams.append(LateStream.current) or end_turn(*given)
+    )
+    with masquerade():
+        room = engine(GridToy(), report_lag=1)
+        room.speak("first", asked(conversation="one"), Listener())
+        LateStream.current = None
+        run(room)
+    assert streams == [room.arena.streams.prompts]
 
 
 def test_a_model_without_turns_refuses_conversations():
