@@ -160,9 +160,10 @@ class SlotPages:
         live = self._is_live(np.array([job.slot]))
         positions = np.maximum(positions, (self.runner.kv_lens[self._sequences(job)] + 1) * live)
         past = self._past_needed(job.prompt, frames)
-        return (-(-positions // self.runner.page_tokens)).tolist() + [
-            max(n, job.pages.num_past) for n in past
-        ]
+        pages = (-(-positions // self.runner.page_tokens)).tolist()
+        needed = pages + [max(n, job.pages.num_past) for n in past]
+        # a step that was launched behind the last one has no next step
+        return list(map(min, needed, self.num_needed(job.prompt)))
 
     def save(self, job: Job) -> None:
         """Copy what a job's pages hold to the host, and give them back."""
