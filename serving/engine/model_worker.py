@@ -166,7 +166,7 @@ class ModelWorker:
             job.pages.too_few = self.pages.pages.free
             return False
         self.queue.jobs.remove(job)
-        self.counters.admit(self.clock() - job.queued_s)
+        self.counters.queue_times.add(self.clock() - job.queued_s)
         job.slot = self.tenants.free.pop()
         job.pages.committed = self.num_pages(job.prompt)
         self.running[job.slot] = job

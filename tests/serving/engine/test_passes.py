@@ -109,7 +109,7 @@ def long_texts(num: int, max_ttfa_s: float | None, slower: float = 1.0, **more) 
     room.run([])
     assert all(isinstance(one.end, Finished) for one in heard)
     assert not room.model.running and room.engine.pages.free == room.engine.pages.num_pages
-    assert room.model.counters.num_admitted == num
+    assert room.model.counters.queue_times.num == num
     return heard
 
 
@@ -450,7 +450,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
         np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     [model] = room.models.values()
     pieces = len(pieces_of(requests[0], speaker.spec))
-    assert pieces == 3 and model.counters.num_admitted == len(requests)
+    assert pieces == 3 and model.counters.queue_times.num == len(requests)
     assert room.pages.free == free
     texts = pieces_of(requests[0], speaker.spec)
     prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
@@ -544,7 +544,7 @@ def test_a_text_that_stays_whole_is_one_pass(speaker):
     room = engine(speaker)
     serve(room, {0: [spoken_in(speaker, split_text=False)]})
     [model] = room.models.values()
-    assert model.counters.num_admitted == 1
+    assert model.counters.queue_times.num == 1
 
 
 def test_the_most_frames_end_an_answer_between_its_pieces():
