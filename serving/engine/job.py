@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -108,7 +109,7 @@ class Past:
 
     frames: int = 0
     was_cut: bool = False  # whether a pass ended at its cap
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: Counter[str] = field(default_factory=Counter)  # of their prompts
     num_samples: int = 0
     num_reported: int = 0
     is_heard: bool = False  # whether audio was delivered
@@ -134,7 +135,7 @@ class Job:
     written: list[tuple[int, int]] = field(default_factory=list)  # text tokens, and the frames before each
     # positions behind which its second lane is to open, while it has no pages for it
     opens_lane_at: int | None = None
-    num_cached: int = 0  # positions of the prompt that were in the KV cache
+    num_cached: int = 0  # positions of all prompts that were in the KV cache
     answer: Answer = field(default_factory=Answer)
 
     @property
@@ -168,13 +169,13 @@ class Job:
 
     @property
     def usage(self) -> dict[str, int]:
-        counts = [self.past.usage, self.prompt.usage]
+        usage = self.past.usage.copy()
+        usage.update(self.prompt.usage)
         if self.text_tokens:
-            counts.append({"text_tokens": self.text_tokens})
+            usage["text_tokens"] = self.text_tokens
         if self.num_cached and self.model.family.spec.answers:
-            counts.append({"cached_tokens": self.num_cached})
-        names = dict.fromkeys(name for count in counts for name in count)
-        return {name: sum(count.get(name, 0) for count in counts) for name in names}
+            usage["cached_tokens"] = self.num_cached
+        return dict(usage)
 
     def ending(self) -> Finished | Failed:
         """Return the last event of a job that was not cut off. An answer may be text alone, and a transcript
@@ -226,7 +227,7 @@ class Job:
 
     def next_pass(self, prompt: Prompt) -> None:
         """Go on with the next pass: this one is spoken."""
-        self.past.usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
+        self.past.usage.update(self.prompt.usage)
         self.prompt = prompt
         self.written = []
         self.opens_lane_at = None

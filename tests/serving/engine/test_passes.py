@@ -327,6 +327,15 @@ def test_an_idle_engine_wakes_for_text():
     close(listener, asked())
 
 
+def test_tokens_of_an_earlier_pass_that_were_cached_count_once():
+    toy = GridToy()
+    toy.spec = replace(toy.spec, answers=True)
+    room, request = engine(toy), asked(options={"echoes": 2})
+    [first], [second] = serve(room, {0: [request]}), serve(room, {0: [request]})
+    assert "cached_tokens" not in first.end.usage
+    assert second.end.usage["cached_tokens"] == 2 * PAGE_TOKENS  # one page of each pass
+
+
 # turns of a conversation
 
 
