@@ -141,33 +141,17 @@ def sick_and_well(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["toy", "toy_guided"])
-def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
-    """Otherwise one fault would end every request with the same beginning, and all lanes of guidance begin
-    the same."""
-    made, long, well = sick_and_well(name, monkeypatch)
-    speaking = engine(made)
-    failed, heard = serve(speaking, {0: [long], 40: [well]})
-    assert failed.reason == "not_finite" and is_well(heard, name, well)
-    assert speaking.pages.shared == 0
-
-
-@pytest.mark.parametrize("name", ["toy", "toy_guided"])
-def test_later_requests_share_no_page_of_a_paused_request_that_failed(name, monkeypatch):
-    """It is paused while the report of NaN is in flight, so it holds no page when it fails."""
-    made, long, well = sick_and_well(name, monkeypatch)
-    speaking, failed = engine(made, report_lag=1), Listener()
-    speaking.speak("sick", long, failed)
-    speaking.turn()
-    [model] = speaking.models.values()
-    [job] = model.running.values()
-    assert model.round.steps
-    speaking.paging._pause(job)
-    with monkeypatch.context() as patched:
-        patched.setattr(speaking.paging, "deal", lambda: None)
-        speaking.turn()
-    assert failed.reason == "not_finite"
-    [heard] = serve(speaking, {0: [well]})
-    assert is_well(heard, name, well) and speaking.pages.shared == 0
+def test_pages_that_have_become_nan_end_one_request(name):
+    """Otherwise they would end every later request with the same beginning."""
+    request = Request(text="hm" * 30, seed=1, max_frames=9)
+    assert alone(name, request)
+    speaking = engine(family(name))
+    [first] = serve(speaking, {0: [request]})
+    filled = list(speaking.pages._cached)
+    speaking.arena.by_page[filled] = 0xFF
+    [second], [third] = serve(speaking, {0: [request]}), serve(speaking, {0: [request]})
+    assert filled and second.reason == "not_finite"
+    assert is_well(first, name, request) and is_well(third, name, request)
     assert speaking.pages.free == speaking.pages.num_pages
 
 

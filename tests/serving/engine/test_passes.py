@@ -356,6 +356,20 @@ def test_the_next_turn_prefills_only_what_is_new(report_lag):
     assert not torch.equal(truth.frames, zoo.generate(GridToy(), replace(second, conversation=None)).frames)
 
 
+def test_a_turn_is_indexed_as_far_as_reports_say_that_it_is_finite():
+    """The step in flight may give NaN."""
+    room = engine(GridToy(), report_lag=1)
+    room.speak("request", asked(), Listener())
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    while model.runner.kv_lens[job.slot] < 2 * PAGE_TOKENS:
+        room.turn()
+    assert len(job.prompt.prefix_keys) + model.num_ready(job.slot) == 2 * PAGE_TOKENS
+    model.publish_turn(job)
+    assert len(room.pages._page_of) == 1
+
+
 def test_a_turn_that_ends_while_its_stream_is_paused_is_kept():
     """It is paused while the report of its last step is on its way, and others hold all pages."""
     room = engine(GridToy(), report_lag=1)
