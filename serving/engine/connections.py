@@ -242,7 +242,7 @@ class Bridge:
         for text, is_last in waiting:
             self.engine.feed(id, fed.family.tokenize(text), is_last)
 
-    def prepare(self, engine: Engine, queued: QueuedRequest, is_slow: bool = True) -> None:
+    def prepare(self, engine: Engine, queued: QueuedRequest, is_slow: bool) -> None:
         """Build a prompt, in a pool. If the client has left, its message is gone. Raises RequestError, and
         NotEncoded unless `is_slow`."""
         message = self.messages.pop(queued.id, None)

@@ -56,11 +56,11 @@ class ModelRound:
     clock: Callable[[], float]
     report_lag: int
     is_reproducible: bool
-    max_renders: float = math.inf
+    open_lane: Callable[[Job, int], None]  # called again until the lane is open
+    after_delivery: Callable[[], None]
+    between: Callable[[], None]
+    max_renders: float
     pace_s: float = 0.0
-    open_lane: Callable[[Job, int], None] = lambda job, step: None  # called again until the lane is open
-    after_delivery: Callable[[], None] = lambda: None
-    between: Callable[[], None] = lambda: None
     load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
     began_s: float = -math.inf
     steps: deque[Step] = field(default_factory=deque)

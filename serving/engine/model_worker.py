@@ -75,8 +75,8 @@ class ModelWorker:
         pages: Pages,
         settings: WorkerSettings,
         clock: Callable[[], float],
-        after_delivery: Callable[[], None] = lambda: None,
-        between: Callable[[], None] = lambda: None,
+        after_delivery: Callable[[], None],
+        between: Callable[[], None],
     ):
         self.family = family
         self.settings = settings
@@ -102,7 +102,7 @@ class ModelWorker:
         first_iterations = first_frames * steps + settings.report_lag + 1
         frame_s = self.scheduler.timing.frame_s
         self.forecaster = Forecaster(settings.num_slots, frame_s, first_iterations, settings.is_timed, steps)
-        self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
+        self.queue = ModelQueue(self.forecaster, self.scheduler, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
         self.expectations = Expectations(self.scheduler, self.forecaster, self.running)

@@ -181,7 +181,7 @@ def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
     free = room.pages.free
     room.speak("request", asked(options={"echoes": 2}), listener)
     queued = []
-    monkeypatch.setattr(room.composer, "_done", lambda job, future: queued.append((job, future)))
+    monkeypatch.setattr(room.inbox, "compose", lambda job, future: queued.append((job, future)))
     while not queued:
         room.turn()
     assert room.turn() is False  # there is nothing to do until the prompt is made
