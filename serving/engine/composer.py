@@ -37,7 +37,7 @@ class Composer:
         if prompt is None:
             return None
         self.check_room(job.model, prompt)
-        job.is_made = self.stream.mark()
+        job.prompt_event = self.stream.mark()
         return prompt
 
     def close(self) -> None:

@@ -76,10 +76,11 @@ class QueuedRequest:
 
 @dataclass
 class HeldPages:
-    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past:
-    what a paused job's pages held. num_past: pages of the past that a paused job had, or that are shared.
-    committed: pages that its pass can ever need. num_skips: smaller requests that were admitted while it
-    lacked pages; too_few: the free pages that were not enough for it."""
+    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past: the
+    contents of a paused job's pages. num_past: how many pages of the past hold something already: before the
+    job begins those that it shares, and while it is paused those that were saved. committed: the most pages
+    that its pass can need. num_skips: smaller requests that were admitted while it lacked pages; too_few: a
+    number of free pages that was not enough for it."""
 
     lanes: list[list[int]] = field(default_factory=list)
     past: list[int] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Job:
     request: QueuedRequest
     prompt: Prompt
     passes: Generator[Prompt, Tensor, None]
-    is_made: torch.cuda.Event | None = None  # when the device has the prompt
+    prompt_event: torch.cuda.Event | None = None  # behind the launches that make the prompt; None on a CPU
     arrival: int = -1  # in the order in which all models' requests came
     queued_s: float = 0.0  # when it began to wait for a slot
     slot: int = -1

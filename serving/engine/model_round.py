@@ -2,7 +2,7 @@
 
     launch ──> prefill, step ──> collect ──> reports ──> windows ──> samples ──> client
 
-The round keeps what is in flight: launches whose reports are not read, and renders whose samples are not
+The round keeps what is in flight: steps whose reports are not read, and renders whose samples are not
 there. Everything else belongs to the model worker.
 """
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class ModelRound:
-    """report_lag: launches whose reports are left for the next round. is_reproducible: each chunk of a prompt
+    """report_lag: steps whose reports are left for the next round. is_reproducible: each chunk of a prompt
     is launched alone. max_renders: in flight. pace_s: from one step to the next while a render is under way.
     after_delivery: called when some of an iteration's audio was given, and more may be made; between: after
     each window, when requests may come and go."""
@@ -100,7 +100,7 @@ class ModelRound:
     def collect(self, launched: bool, is_alone: bool = True) -> None:
         """Take reports, render the windows that are due because of them, and deliver samples.
 
-        While there are launches in flight, the last `report_lag` of them are left alone. Windows are handed
+        While there are steps in flight, the last `report_lag` of them are left alone. Windows are handed
         on as they are done; if no model has anything else to do (`is_alone`), the next one is waited for.
         """
         self._collect_reports(self.report_lag if launched else 0)

@@ -46,7 +46,7 @@ from zoo.request import RequestError
 @dataclass(frozen=True)
 class WorkerSettings:
     """is_timed: only as many streams as can be made in real time. grows: a request gets the pages that it
-    usually needs, and more as it goes; else all that it can ever need. report_lag: launches whose reports are
+    usually needs, and more as it goes; else all that it can ever need. report_lag: steps whose reports are
     left for the next iteration. max_unread_s: audio that a metered listener may leave. make_runner: as
     Runner."""
 
@@ -216,7 +216,7 @@ class ModelWorker:
         )
         self.pages.num_finite[job.slot] = 0
         job.num_cached += skips[0]
-        self.runner.streams.lm.wait_for(job.is_made)
+        self.runner.streams.lm.wait_for(job.prompt_event)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
         if job.pages.past:
             self.pages.open_past(job)
