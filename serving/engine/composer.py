@@ -36,6 +36,8 @@ class Composer:
             prompt = following(job.passes, frames)
         if prompt is None:
             return None
+        if prompt.is_final:
+            job.passes.close()  # as in the intake
         self.check_room(job.model, prompt)
         job.prompt_event = self.stream.mark()
         return prompt

@@ -149,6 +149,8 @@ class Intake:
             passes = queued.model.family.passes(given)
             with self.arena.streams.prompts.here():
                 prompt = next(passes)
+            if prompt.is_final:
+                passes.close()  # it holds the request, with all its recordings
             self.check_room(queued.model, prompt)
             prompt_event = self.arena.streams.prompts.mark()
             job = Job(queued, prompt, passes, prompt_event, writing=Writing(given.stop))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -162,6 +163,26 @@ def test_a_listener_between_two_passes_is_counted():
     assert len(model.forecaster.outlook.left) == 1
     run(room)
     assert model.forecaster.outlook.left == ()
+
+
+@pytest.mark.parametrize("echoes", [1, 2])
+def test_a_request_is_free_once_its_last_prompt_is_made(echoes):
+    """Its recordings may take megabytes, and its speech minutes."""
+    room, listener, made = engine(), Listener(), []
+
+    def request() -> Request:
+        one = asked(options={"echoes": echoes})
+        made.append(weakref.ref(one))
+        return one
+
+    room.prepare(room.accept("request", listener), request)
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    assert (made[0]() is None) == (echoes == 1)
+    while not job.prompt.is_final:
+        room.turn()
+    assert made[0]() is None and listener.end is None
 
 
 def test_the_listener_s_time_goes_on_from_pass_to_pass():
