@@ -30,7 +30,7 @@ from zoo.contract import NEVER
 
 
 class Step(NamedTuple):
-    """A launched step, all [B]. generation: of its slots' tenants. kv_lens: positions of their first lanes."""
+    """A launched step, all [B]. generation: of its slots' tenants. kv_lens: positions of first lanes."""
 
     slots: np.ndarray
     generation: np.ndarray

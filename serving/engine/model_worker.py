@@ -214,13 +214,10 @@ class ModelWorker:
             expected_frames=self.expectations.frames(job),
             is_final=job.prompt.is_final,
         )
-        self.pages.num_finite[job.slot] = 0
         job.num_cached += skips[0]
         self.runner.streams.lm.wait_for(job.prompt_event)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
-        if job.pages.past:
-            self.pages.open_past(job)
-        self.pages.count(job)
+        self.pages.open(job)
 
     def release(self, job: Job) -> None:
         """Take back whatever a job holds. Work in flight for its slot still runs before anything the next

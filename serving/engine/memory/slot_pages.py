@@ -102,10 +102,12 @@ class SlotPages:
         self.count(job)
         return len(shared) * tokens
 
-    def open_past(self, job: Job) -> None:
-        """Write a job's past to those of its pages that do not hold it."""
-        if self.past is not None:
+    def open(self, job: Job) -> None:
+        """Begin a pass on a job's pages, if it has any. Write its past to those that do not hold it."""
+        self.num_finite[job.slot] = 0
+        if self.past is not None and job.pages.past:
             self.past.open(job)
+        self.count(job)
 
     def count(self, job: Job) -> None:
         """Record how many positions a job's pages hold."""
