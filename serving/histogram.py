@@ -24,6 +24,10 @@ class Histogram(msgspec.Struct):
         self.sum_s += seconds
 
     @property
+    def num(self) -> int:
+        return sum(self.counts)
+
+    @property
     def buckets(self) -> list[tuple[str, float]]:
         """Each bound with the number of values up to it."""
         return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self.counts), strict=True))

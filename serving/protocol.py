@@ -246,8 +246,6 @@ class ModelStats(msgspec.Struct):
     waiting: int
     underruns: int  # counter
     graph_misses: int  # counter
-    admitted: int = 0  # counter
-    queue_s: float = 0.0  # counter: seconds that admitted requests waited in the queue
     held: int = 0  # streams paused by backpressure
     paused: int = 0  # streams that wait for pages
     preparing: int = 0  # accepted requests whose prompt is not built yet
@@ -263,7 +261,16 @@ class ModelStats(msgspec.Struct):
     # Predicted time to first audio of a request that finds 0, places - 1 and 2 * places - 1 others. Empty:
     # not known.
     expected_first_audio_s: list[float] = []
+    # counter: seconds that each admitted request waited in the queue
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
+
+    @property
+    def admitted(self) -> int:
+        return self.queue_times.num
+
+    @property
+    def queue_s(self) -> float:
+        return self.queue_times.sum_s
 
 
 class Stats(Message):
@@ -276,13 +283,20 @@ class Stats(Message):
     compiles_after_warmup: int  # counter
     models: dict[str, ModelStats]  # by model id
     pauses: int = 0  # counter: streams paused because others needed their pages more
-    turns: int = 0  # counter: steps, each of which launches every model that has work
-    turn_s: float = 0.0  # counter: seconds that the steps took
+    # counter: seconds that each step took, which launches every model that has work
     turn_times: Histogram = msgspec.field(default_factory=Histogram)
     resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
     reference_bytes: int = 0  # reference audio that is being encoded or waits to be
     engine_restarts: int = 0  # counter: engines of replicas that were lost
     replicas: dict[str, Stats] = {}  # those of each replica, if this is their sum
+
+    @property
+    def turns(self) -> int:
+        return self.turn_times.num
+
+    @property
+    def turn_s(self) -> float:
+        return self.turn_times.sum_s
 
 
 class Loading(Message):

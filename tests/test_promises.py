@@ -525,7 +525,7 @@ def at_rest(engine: Engine) -> dict[str, object]:
         name: {
             "slots": sorted(model.tenants.free),
             "jobs": (list(model.queue.jobs), dict(model.running)),
-            "in flight": (list(model.round.launches), list(model.round.renders)),
+            "in flight": (list(model.round.steps), list(model.round.renders)),
             "prompts": (dict(model.runner.prompts), dict(model.scheduler.slots.prompt.queue)),
             "open": model.scheduler.slots.is_occupied.tolist(),
         }

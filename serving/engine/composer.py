@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from compile_cache import threads
 from serving.engine.device.streams import AsyncCopy, Stream
@@ -26,10 +27,7 @@ class Composer:
         that thread waits until the device has copied them."""
         job.is_composing = True
         future = self.executor.submit(self._next_prompt, job, tape)
-        future.add_done_callback(lambda future: self._done(job, future))
-
-    def _done(self, job: Job, future: Future[Prompt | None]) -> None:
-        self.inbox.compose(job, future)
+        future.add_done_callback(partial(self.inbox.compose, job))
 
     def _next_prompt(self, job: Job, tape: AsyncCopy) -> Prompt | None:
         """Raises RequestError."""
@@ -38,8 +36,10 @@ class Composer:
             prompt = following(job.passes, frames)
         if prompt is None:
             return None
+        if prompt.is_final:
+            job.passes.close()  # as in the intake
         self.check_room(job.model, prompt)
-        job.is_made = self.stream.mark()
+        job.prompt_event = self.stream.mark()
         return prompt
 
     def close(self) -> None:

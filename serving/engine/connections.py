@@ -65,15 +65,14 @@ class Client:
 
 
 class OpenRequest:
-    """A request whose text arrives while the model speaks. waiting: text that came before the engine had the
-    request."""
+    """A request whose text arrives while the model speaks. message: until the engine is asked; its recordings
+    take megabytes. waiting: text that came before the engine had the request."""
 
     def __init__(self, client: Client, message: protocol.Speak, family: Family):
         self.client = client
-        self.message = message
+        self.message: protocol.Speak | None = message
         self.family = family
         self.text = OpenText(family.spec.tags)
-        self.is_begun = False  # whether the engine was asked
         self.is_prepared = False  # whether it has the request
         self.waiting: list[tuple[str, bool]] = []
 
@@ -224,10 +223,10 @@ class Bridge:
         if fed is None:
             return
         settled = fed.text.more(text) + (fed.text.rest() if is_last else "")
-        if not fed.is_begun and (settled or is_last):
-            fed.is_begun = True
+        if fed.message is not None and (settled or is_last):
             fed.message.request.text = settled
             self._speak(fed.client, fed.message)
+            fed.message = None
             settled = ""
         if settled or is_last:
             fed.waiting.append((settled, is_last))
@@ -242,7 +241,7 @@ class Bridge:
         for text, is_last in waiting:
             self.engine.feed(id, fed.family.tokenize(text), is_last)
 
-    def prepare(self, engine: Engine, queued: QueuedRequest, is_slow: bool = True) -> None:
+    def prepare(self, engine: Engine, queued: QueuedRequest, is_slow: bool) -> None:
         """Build a prompt, in a pool. If the client has left, its message is gone. Raises RequestError, and
         NotEncoded unless `is_slow`."""
         message = self.messages.pop(queued.id, None)

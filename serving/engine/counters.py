@@ -13,7 +13,6 @@ class ModelCounters:
     too short or too long for its text. num_not_finite: requests that ended because of NaN or infinity.
     first_audio_s: of the last request that was first heard."""
 
-    num_admitted: int = 0
     num_refused: int = 0
     num_left_early: int = 0
     num_short: int = 0
@@ -21,8 +20,4 @@ class ModelCounters:
     num_not_finite: int = 0
     audio_s: float = 0.0
     first_audio_s: float | None = None
-    queue_times: Histogram = field(default_factory=Histogram)
-
-    def admit(self, waited_s: float) -> None:
-        self.num_admitted += 1
-        self.queue_times.add(waited_s)
+    queue_times: Histogram = field(default_factory=Histogram)  # of admitted requests

@@ -237,8 +237,6 @@ class Engine:
             "pages_evicted": self.pages.evicted,
             "compiles_after_warmup": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
             "pauses": self.paging.num_pauses,
-            "turns": sum(self.iteration_times.counts),
-            "turn_s": self.iteration_times.sum_s,
             "turn_times": self.iteration_times,
             "resident_bytes": resident_bytes(),
             "reference_bytes": reference_bytes,

@@ -142,25 +142,27 @@ class Intake:
             if queued.has_left:
                 return
             queued.is_preparing = True
-        job, is_over = None, True
+        job, comes_again = None, False
         began_s = self.clock()
         try:
             given = request()
             passes = queued.model.family.passes(given)
             with self.arena.streams.prompts.here():
                 prompt = next(passes)
+            if prompt.is_final:
+                passes.close()  # it holds the request, with all its recordings
             self.check_room(queued.model, prompt)
-            is_ready = self.arena.streams.prompts.mark()
-            job = Job(queued, prompt, passes, is_ready, writing=Writing(given.stop))
+            prompt_event = self.arena.streams.prompts.mark()
+            job = Job(queued, prompt, passes, prompt_event, writing=Writing(given.stop))
         except NotEncoded:
-            is_over = False
+            comes_again = True
             raise
         finally:
             with self.inbox.lock:
-                if is_over:
-                    self._prepared(queued, job, self.clock() - began_s)
-                else:
+                if comes_again:
                     queued.must_encode, queued.is_preparing = True, False
+                else:
+                    self._prepared(queued, job, self.clock() - began_s)
 
     def _prepared(self, queued: QueuedRequest, job: Job | None, took_s: float) -> None:
         self.reference_bytes -= queued.reference_bytes

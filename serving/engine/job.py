@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -75,10 +76,11 @@ class QueuedRequest:
 
 @dataclass
 class HeldPages:
-    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past:
-    what a paused job's pages held. num_past: pages of the past that a paused job had, or that are shared.
-    committed: pages that its pass can ever need. num_skips: smaller requests that were admitted while it
-    lacked pages; too_few: the free pages that were not enough for it."""
+    """The pages of a job in a slot. lanes: of each lane; past: of the renderer's past. saved, saved_past: the
+    contents of a paused job's pages. num_past: how many pages of the past hold something already: before the
+    job begins those that it shares, and while it is paused those that were saved. committed: the most pages
+    that its pass can need. num_skips: smaller requests that were admitted while it lacked pages; too_few: a
+    number of free pages that was not enough for it."""
 
     lanes: list[list[int]] = field(default_factory=list)
     past: list[int] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Past:
 
     frames: int = 0
     was_cut: bool = False  # whether a pass ended at its cap
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: Counter[str] = field(default_factory=Counter)  # of their prompts
     num_samples: int = 0
     num_reported: int = 0
     is_heard: bool = False  # whether audio was delivered
@@ -121,7 +123,7 @@ class Job:
     request: QueuedRequest
     prompt: Prompt
     passes: Generator[Prompt, Tensor, None]
-    is_made: torch.cuda.Event | None = None  # when the device has the prompt
+    prompt_event: torch.cuda.Event | None = None  # behind the launches that make the prompt; None on a CPU
     arrival: int = -1  # in the order in which all models' requests came
     queued_s: float = 0.0  # when it began to wait for a slot
     slot: int = -1
@@ -134,7 +136,7 @@ class Job:
     written: list[tuple[int, int]] = field(default_factory=list)  # text tokens, and the frames before each
     # positions behind which its second lane is to open, while it has no pages for it
     opens_lane_at: int | None = None
-    num_cached: int = 0  # positions of the prompt that were in the KV cache
+    num_cached: int = 0  # positions of all prompts that were in the KV cache
     answer: Answer = field(default_factory=Answer)
 
     @property
@@ -168,13 +170,13 @@ class Job:
 
     @property
     def usage(self) -> dict[str, int]:
-        counts = [self.past.usage, self.prompt.usage]
+        usage = self.past.usage.copy()
+        usage.update(self.prompt.usage)
         if self.text_tokens:
-            counts.append({"text_tokens": self.text_tokens})
+            usage["text_tokens"] = self.text_tokens
         if self.num_cached and self.model.family.spec.answers:
-            counts.append({"cached_tokens": self.num_cached})
-        names = dict.fromkeys(name for count in counts for name in count)
-        return {name: sum(count.get(name, 0) for count in counts) for name in names}
+            usage["cached_tokens"] = self.num_cached
+        return dict(usage)
 
     def ending(self) -> Finished | Failed:
         """Return the last event of a job that was not cut off. An answer may be text alone, and a transcript
@@ -226,7 +228,7 @@ class Job:
 
     def next_pass(self, prompt: Prompt) -> None:
         """Go on with the next pass: this one is spoken."""
-        self.past.usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
+        self.past.usage.update(self.prompt.usage)
         self.prompt = prompt
         self.written = []
         self.opens_lane_at = None

@@ -16,12 +16,9 @@ class ModelQueue:
     """requests: all of them by id, wherever they are; the engine's lock guards it. jobs: those whose prompts
     are made."""
 
-    def __init__(
-        self, forecaster: Forecaster, scheduler: Scheduler, num_slots: int, clock: Callable[[], float]
-    ):
+    def __init__(self, forecaster: Forecaster, scheduler: Scheduler, clock: Callable[[], float]):
         self.forecaster = forecaster
         self.scheduler = scheduler
-        self.num_slots = num_slots
         self.clock = clock
         self.requests: dict[str, QueuedRequest] = {}
         self.jobs: deque[Job] = deque()
@@ -40,7 +37,8 @@ class ModelQueue:
         A session that waits for text does not count."""
         listeners = [job for job in running if not job.listener.is_flexible]
         if is_flexible:
-            return len(running) - len(listeners) < self.num_slots - slots_kept(self.num_slots)
+            num_slots = self.scheduler.slots.num_slots
+            return len(running) - len(listeners) < num_slots - slots_kept(num_slots)
         is_quiet = self.scheduler.is_quiet(self.clock())
         speeds = [job.listener.speed for job in listeners if not is_quiet[job.slot]]
         num = len(speeds)

@@ -2,7 +2,7 @@
 
     launch ──> prefill, step ──> collect ──> reports ──> windows ──> samples ──> client
 
-The round keeps what is in flight: launches whose reports are not read, and renders whose samples are not
+The round keeps what is in flight: steps whose reports are not read, and renders whose samples are not
 there. Everything else belongs to the model worker.
 """
 
@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,18 @@ from serving.engine.tenants import Tenants
 from zoo.contract import NEVER
 
 
+class Step(NamedTuple):
+    """A launched step, all [B]. generation: of its slots' tenants. kv_lens: positions of first lanes."""
+
+    slots: np.ndarray
+    generation: np.ndarray
+    kv_lens: np.ndarray
+    report: AsyncCopy
+
+
 @dataclass(eq=False, kw_only=True)
 class ModelRound:
-    """report_lag: launches whose reports are left for the next round. is_reproducible: each chunk of a prompt
+    """report_lag: steps whose reports are left for the next round. is_reproducible: each chunk of a prompt
     is launched alone. max_renders: in flight. pace_s: from one step to the next while a render is under way.
     after_delivery: called when some of an iteration's audio was given, and more may be made; between: after
     each window, when requests may come and go."""
@@ -47,20 +56,20 @@ class ModelRound:
     clock: Callable[[], float]
     report_lag: int
     is_reproducible: bool
-    max_renders: float = math.inf
+    open_lane: Callable[[Job, int], None]  # called again until the lane is open
+    after_delivery: Callable[[], None]
+    between: Callable[[], None]
+    max_renders: float
     pace_s: float = 0.0
-    open_lane: Callable[[Job, int], None] = lambda job, step: None  # called again until the lane is open
-    after_delivery: Callable[[], None] = lambda: None
-    between: Callable[[], None] = lambda: None
     load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
     began_s: float = -math.inf
-    launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = field(default_factory=deque)
+    steps: deque[Step] = field(default_factory=deque)
     renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = field(default_factory=deque)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is in flight."""
-        return not self.launches and not self.renders
+        return not self.steps and not self.renders
 
     def launch(self) -> bool:
         """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
@@ -69,7 +78,8 @@ class ModelRound:
         num_tokens = self._prefill()
         slots = self.scheduler.decoding_slots()
         if slots.size:
-            self.launches.append((slots, self.tenants.generation[slots], self.runner.step(slots)))
+            report = self.runner.step(slots)
+            self.steps.append(Step(slots, self.tenants.generation[slots], self.runner.kv_lens[slots], report))
             self.scheduler.record_step(slots)
         self.load = IterationLoad(slots.size, num_tokens)
         return bool(num_tokens) or bool(slots.size)
@@ -85,15 +95,12 @@ class ModelRound:
             self.runner.prefill(launch)
         for chunk in chunks:
             self.scheduler.record_prefill(chunk)
-            if chunk.is_last:
-                job = self.running[chunk.slot]
-                self.pages.publish(chunk.lane, job.prompt.lanes[chunk.lane].prefix_keys[:-1], job)
         return sum(chunk.stop - chunk.start for chunk in chunks)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
         """Take reports, render the windows that are due because of them, and deliver samples.
 
-        While there are launches in flight, the last `report_lag` of them are left alone. Windows are handed
+        While there are steps in flight, the last `report_lag` of them are left alone. Windows are handed
         on as they are done; if no model has anything else to do (`is_alone`), the next one is waited for.
         """
         self._collect_reports(self.report_lag if launched else 0)
@@ -112,14 +119,15 @@ class ModelRound:
             self._deliver(is_waiting=False)
 
     def _collect_reports(self, report_lag: int) -> None:
-        while len(self.launches) > report_lag:
-            slots, generation, copy = self.launches.popleft()
-            [report] = copy.read()
-            same = self.tenants.stayed(slots, generation)
-            slots = slots[same]
+        while len(self.steps) > report_lag:
+            step = self.steps.popleft()
+            [report] = step.report.read()
+            same = self.tenants.stayed(step.slots, step.generation)
+            slots = step.slots[same]
             ready, done, written, finite, *opens = report[same].T
             is_sick = (finite == 0) & ~self.scheduler.slots.tape.is_done[slots]
             self.failing.update({self.running[slot]: NOT_FINITE for slot in slots[is_sick].tolist()})
+            self._publish_prompts(slots[finite > 0], step.kv_lens[same][finite > 0])
             # A slot that was done already took a step in vain, whose report repeats the one before.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
@@ -131,9 +139,15 @@ class ModelRound:
                 if job.writing.is_stopped and not is_done:
                     self.runner.end(slot)
             if opens:
-                for slot, step in zip(slots.tolist(), opens[0].tolist(), strict=True):
-                    if step < NEVER:
-                        self._open_lane(self.running[slot], step)
+                for slot, opens_at in zip(slots.tolist(), opens[0].tolist(), strict=True):
+                    if opens_at < NEVER:
+                        self._open_lane(self.running[slot], opens_at)
+
+    def _publish_prompts(self, slots: np.ndarray, kv_lens: np.ndarray) -> None:
+        """Let later prompts find those that these slots have read without NaN. kv_lens: as of `Step`."""
+        for slot, lane in self.pages.record_finite(slots, kv_lens):
+            job = self.running[slot]
+            self.pages.publish(lane, job.prompt.lanes[lane].prefix_keys[:-1], job)
 
     def _open_lane(self, job: Job, step: int) -> None:
         try:

@@ -46,7 +46,7 @@ from zoo.request import RequestError
 @dataclass(frozen=True)
 class WorkerSettings:
     """is_timed: only as many streams as can be made in real time. grows: a request gets the pages that it
-    usually needs, and more as it goes; else all that it can ever need. report_lag: launches whose reports are
+    usually needs, and more as it goes; else all that it can ever need. report_lag: steps whose reports are
     left for the next iteration. max_unread_s: audio that a metered listener may leave. make_runner: as
     Runner."""
 
@@ -75,8 +75,8 @@ class ModelWorker:
         pages: Pages,
         settings: WorkerSettings,
         clock: Callable[[], float],
-        after_delivery: Callable[[], None] = lambda: None,
-        between: Callable[[], None] = lambda: None,
+        after_delivery: Callable[[], None],
+        between: Callable[[], None],
     ):
         self.family = family
         self.settings = settings
@@ -102,7 +102,7 @@ class ModelWorker:
         first_iterations = first_frames * steps + settings.report_lag + 1
         frame_s = self.scheduler.timing.frame_s
         self.forecaster = Forecaster(settings.num_slots, frame_s, first_iterations, settings.is_timed, steps)
-        self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
+        self.queue = ModelQueue(self.forecaster, self.scheduler, clock)
         self.counters = ModelCounters()
         self.running: dict[int, Job] = {}  # by slot
         self.expectations = Expectations(self.scheduler, self.forecaster, self.running)
@@ -166,7 +166,7 @@ class ModelWorker:
             job.pages.too_few = self.pages.pages.free
             return False
         self.queue.jobs.remove(job)
-        self.counters.admit(self.clock() - job.queued_s)
+        self.counters.queue_times.add(self.clock() - job.queued_s)
         job.slot = self.tenants.free.pop()
         job.pages.committed = self.num_pages(job.prompt)
         self.running[job.slot] = job
@@ -215,11 +215,9 @@ class ModelWorker:
             is_final=job.prompt.is_final,
         )
         job.num_cached += skips[0]
-        self.runner.streams.lm.wait_for(job.is_made)
+        self.runner.streams.lm.wait_for(job.prompt_event)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
-        if job.pages.past:
-            self.pages.open_past(job)
-        self.pages.count(job)
+        self.pages.open(job)
 
     def release(self, job: Job) -> None:
         """Take back whatever a job holds. Work in flight for its slot still runs before anything the next
@@ -340,22 +338,22 @@ class ModelWorker:
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Index the pages of an ended pass, so that the conversation's next turn finds its tokens there."""
-        if job.pages.saved is not None:
-            return  # its pages are others'
-        self._publish(job, self.family.end_turn(job.prompt, self.tape(job)))
+        """Keep an ended pass for the conversation's next turn, and index its pages."""
+        frames = self.tape(job)
+        with self.runner.streams.prompts.here():  # where the next turn's prompt reads what is kept
+            made = self.family.end_turn(job.prompt, frames)
+        self._publish(job, made)
 
     def keep_answer(self, job: Job) -> None:
         """Keep an answer's tokens up to now, and index its pages for later turns."""
         job.keep_answer(self.tape(job))
-        if job.pages.saved is None:
-            self._publish(job, job.answer.tokens)
+        self._publish(job, job.answer.tokens)
 
     def _publish(self, job: Job, made: Sequence[int]) -> None:
-        """Let later prompts find a pass. made: the keys of the positions behind its prompt."""
+        """Let later prompts find a pass, as far as reports have shown it to be finite. made: the keys of the
+        positions behind its prompt."""
         keys = (*job.prompt.lanes[0].prefix_keys, *made)
-        filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
-        self.pages.publish(0, keys[:filled], job)
+        self.pages.publish(0, keys[: self.pages.num_finite[job.slot]], job)
 
     def record_pass(self, job: Job) -> None:
         """Learn from a pass that is over, and count it if its text can hardly have speech of that length."""

@@ -23,8 +23,6 @@ def model_stats(model: ModelWorker) -> dict[str, Any]:
         "predicted_turn_s": float(model.forecaster.costs.steady_s(len(outlook.left))),
         "underruns": model.scheduler.num_underruns,
         "graph_misses": model.runner.graph_misses,
-        "admitted": counters.num_admitted,
-        "queue_s": counters.queue_times.sum_s,
         "held": int(slots.listener.has_backpressure.sum()),
         "paused": int(slots.lacks_pages.sum()),
         "refused": counters.num_refused,

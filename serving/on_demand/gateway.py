@@ -14,7 +14,7 @@ NONE_LOADED = protocol.Stats(
     pages=0, pages_free=0, pages_shared=0, pages_evicted=0, compiles_after_warmup=0, models={}
 )
 # of all models together: Prometheus would take a smaller figure for a restart
-COUNTERS = "pages_shared", "pages_evicted", "compiles_after_warmup", "pauses", "turns", "turn_s", "turn_times"
+COUNTERS = "pages_shared", "pages_evicted", "compiles_after_warmup", "pauses", "turn_times"
 
 
 class OnDemandGateway(Gateway):

@@ -187,8 +187,8 @@ def open_lane(plain: Family[Any], state: State, batches: SoloBatches, worker: Mo
 def launch_step(worker: ModelWorker) -> None:
     """Launch until the worker has taken a step; the first launches may only prefill. A job that has filled
     its pages gets more, as in the engine's loop."""
-    taken = len(worker.round.launches)
-    while len(worker.round.launches) == taken:
+    taken = len(worker.round.steps)
+    while len(worker.round.steps) == taken:
         for job in worker.short_jobs():
             assert worker.grow(job), f"{worker.num_pages(job.prompt)} pages for a single request are too many"
         worker.round.launch()
@@ -196,7 +196,7 @@ def launch_step(worker: ModelWorker) -> None:
 
 def render_all(worker: ModelWorker, job: Job, frames: int) -> None:
     """Render a complete tape in the windows of a server."""
-    worker.round.launches.clear()  # their reports hold the served form's own stops
+    worker.round.steps.clear()  # their reports hold the served form's own stops
     worker.scheduler.report(np.array([job.slot]), np.array([frames]), np.array([True]))
     while not worker.finished():
         worker.round.collect(launched=False)

@@ -124,8 +124,6 @@ NUMBERS = protocol.ModelStats(
     waiting=1,
     underruns=5,
     graph_misses=0,
-    admitted=9,
-    queue_s=1.5,
     preparing=4,
     refused=6,
     left_early=3,
@@ -145,13 +143,13 @@ STATS = protocol.Stats(
     compiles_after_warmup=2,
     models={"fake": NUMBERS},
     pauses=4,
-    turns=40,
-    turn_s=0.5,
     resident_bytes=1 << 30,
     reference_bytes=1 << 20,
 )
 for seconds in (0.003, 0.01, 0.011, 99.0):
     STATS.turn_times.add(seconds)
+for seconds in (0.0, 1.5):
+    NUMBERS.queue_times.add(seconds)
 TONE_SAMPLES = 1920
 NO_AUDIO = "the model ended before its first frame"
 

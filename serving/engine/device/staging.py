@@ -92,7 +92,7 @@ class Staging:
         sizes: Sizes,
         kv: Tensor,
         past: np.ndarray | None,
-        attention: str = "triton",
+        attention: str,
     ):
         """past [S + 1, P]: the pages of each slot's past, as of `View.pages`; None without any. attention: as
         of `flashinfer_attention.kind`."""

@@ -1,6 +1,5 @@
 """Memory policy: which request holds which page of the arena, and which prompts' pages can be read again. It
-counts
-pages and never touches them.
+counts pages and never touches them.
 
     free ---take---> held ---give_back---> free         a page that is in no index
                       |  ^

@@ -34,8 +34,8 @@ class PastPages:
         self.room = np.zeros(runner.num_slots, np.int64)  # frames of each slot's tape
 
     def num_needed(self, prompt: Prompt, frames: int) -> int:
-        """Return the number of pages for `frames` frames on the tape."""
-        return self.chunk_pages * self.past.chunks(prompt.past_frames + frames)
+        """Return the number of pages for `frames` frames on the tape, or for all that the pass can have."""
+        return self.chunk_pages * self.past.chunks(prompt.past_frames + min(frames, prompt.max_frames))
 
     def match(self, prompt: Prompt) -> list[int]:
         """Return indexed pages of the prompt's chunks, with one reference on each."""

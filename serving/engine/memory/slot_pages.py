@@ -31,6 +31,8 @@ class SlotPages:
         self.salt = next(_salts)
         # Positions that the pages of each sequence hold.
         self.room = np.zeros(len(runner.kv_lens), np.int64)
+        # Positions of each slot's first lane that a report has shown to be finite.
+        self.num_finite = np.zeros(runner.num_slots, np.int64)
         past = paged_past(runner.family)
         self.past = None if past is None else PastPages(runner, pages, past)
 
@@ -82,7 +84,9 @@ class SlotPages:
     def open_lane(self, job: Job, length: int) -> int | None:
         """Give a job the pages of its second lane, behind `length` inputs that all requests share. Return how
         many positions shared pages already hold, or None if there are too few pages."""
-        lane, tokens = self.runner.family.second_lane(length), self.runner.page_tokens
+        tokens = self.runner.page_tokens
+        with self.runner.streams.lm.here():  # where a prefill reads the inputs
+            lane = self.runner.family.second_lane(length)
         shared = self.pages.match(self.salt, lane.prefix_keys, tokens, self.chunk_pages)
         own = job.pages.lanes[1]
         kept = own[len(shared) :]
@@ -98,10 +102,12 @@ class SlotPages:
         self.count(job)
         return len(shared) * tokens
 
-    def open_past(self, job: Job) -> None:
-        """Write a job's past to those of its pages that do not hold it."""
-        if self.past is not None:
+    def open(self, job: Job) -> None:
+        """Begin a pass on a job's pages, if it has any. Write its past to those that do not hold it."""
+        self.num_finite[job.slot] = 0
+        if self.past is not None and job.pages.past:
             self.past.open(job)
+        self.count(job)
 
     def count(self, job: Job) -> None:
         """Record how many positions a job's pages hold."""
@@ -156,9 +162,10 @@ class SlotPages:
         live = self._is_live(np.array([job.slot]))
         positions = np.maximum(positions, (self.runner.kv_lens[self._sequences(job)] + 1) * live)
         past = self._past_needed(job.prompt, frames)
-        return (-(-positions // self.runner.page_tokens)).tolist() + [
-            max(n, job.pages.num_past) for n in past
-        ]
+        pages = (-(-positions // self.runner.page_tokens)).tolist()
+        needed = pages + [max(n, job.pages.num_past) for n in past]
+        # a step that was launched behind the last one has no next step
+        return list(map(min, needed, self.num_needed(job.prompt)))
 
     def save(self, job: Job) -> None:
         """Copy what a job's pages hold to the host, and give them back."""
@@ -192,9 +199,25 @@ class SlotPages:
         self.count(job)
         return True
 
+    def record_finite(self, slots: np.ndarray, kv_lens: np.ndarray) -> list[tuple[int, int]]:
+        """Record that steps of slots with kv_lens positions in their first lanes gave finite values, all [B].
+        Return the slots and lanes whose prompts are thereby known to be finite: a step reads all of them."""
+        known = self.num_finite[slots]
+        self.num_finite[slots] = kv_lens
+        spec = self.runner.family.spec
+        lanes = range(1 if spec.opens_late else spec.lanes)
+        found = [(slot, lane) for slot in slots[known == 0].tolist() for lane in lanes]
+        if spec.opens_late:
+            opens_at = self.runner.table.opens_at[slots]
+            has_joined = (known <= opens_at) & (opens_at < kv_lens)
+            found += [(slot, 1) for slot in slots[has_joined].tolist()]
+        return found
+
     def publish(self, lane: int, keys: Sequence[int], job: Job) -> None:
-        """Let later prompts find the pages that hold these keys."""
-        self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
+        """Let later prompts find the pages that hold these keys, unless the job is paused: then they are
+        others'."""
+        if job.pages.saved is None:
+            self.pages.publish(self.salt, keys, self.runner.page_tokens, job.pages.lanes[lane])
 
     def forget(self, job: Job) -> None:
         """Let no later prompt find the pages of a job's prompt: they may hold NaN. A paused job has given

@@ -68,10 +68,9 @@ class TapeRows:
 
 class ListenerRows:
     """The audio of each listener. It plays from the first delivery on, and `plays_until_s` is when it has
-    played
-    all (-inf before the first).
+    played all (-inf before the first). A later delivery is an underrun, and playback continues from there.
 
-    A later delivery is an underrun, and playback continues from there. A metered listener reports the frames
+    A metered listener reports the frames
     that it consumed; if too many are unread, its slot is paused by backpressure.
     """
 
@@ -122,7 +121,7 @@ class Slots:
     step, and its frames are rendered. A slot that lacks pages takes no step either; if the renderer reads its
     past from them, its frames wait, too."""
 
-    def __init__(self, num_slots: int, frame_s: float, lanes: int = 1, renders_from_pages: bool = False):
+    def __init__(self, num_slots: int, frame_s: float, lanes: int, renders_from_pages: bool):
         self.num_slots = num_slots
         self.renders_from_pages = renders_from_pages
         self.is_occupied = np.zeros(num_slots, bool)

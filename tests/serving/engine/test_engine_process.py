@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from serving.audio.pcm import pcm16
 from serving.engine import connections, disk_full, loading
 from serving.engine.connections import Bridge
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
-from serving.engine.wire import describe
+from serving.engine.wire import describe, request_of
 from serving.settings import EngineArguments, ModelOptions, Settings
 from zoo.request import Request, RequestError
 
@@ -562,6 +563,23 @@ def test_a_text_that_ends_before_it_began_is_spoken_as_it_is(bridge, feeding, pe
     peer.send(protocol.Feed("r", "", True))
     until(lambda: feeding.fed)
     assert feeding.requests["r"].text == "Hi" and feeding.fed == {"r": [("", True)]}
+
+
+def test_recordings_of_an_open_request_are_free_once_its_prompt_is_made(bridge, feeding, peer, monkeypatch):
+    """The request may be open for hours."""
+    clips = []
+
+    def noted(message):
+        clips.extend(map(weakref.ref, message.recordings))
+        return request_of(message)
+
+    monkeypatch.setattr(connections, "request_of", noted)
+    reference = protocol.Reference(protocol.AudioClip(bytes(64), 16000))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello there", is_open=True), [reference]))
+    until(lambda: "r" in feeding.deliver)
+    peer.send(protocol.Feed("r", " you "))
+    until(lambda: feeding.fed)
+    until(lambda: clips[0]() is None)
 
 
 @pytest.mark.parametrize("how", ["cancel", "end", "left"])

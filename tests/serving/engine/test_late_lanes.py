@@ -9,8 +9,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from masquerade import LateStream, masquerade
 from models import Clock, Listener, alone, family, requests, serve
 from toy_delay import MAX_TEXT
+from toy_late import LateToy
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.device.streams import AsyncCopy
@@ -152,6 +154,24 @@ def test_the_pages_before_a_lane_opens_are_shared():
         agrees(run(served, replace(request, seed=seed))[0], replace(request, seed=seed))
         second = sum(chunk.stop - chunk.start for chunk in filled if chunk.lane == 1)
         assert (second > PAGE_TOKENS) if seed == 1 else (0 < second < 2 * PAGE_TOKENS)
+
+
+def test_the_inputs_of_a_second_lane_are_made_on_the_stream_of_steps(monkeypatch):
+    """A prefill reads them there."""
+    streams = []
+    second_lane = LateToy.second_lane
+    monkeypatch.setattr(
+        LateToy, "second_lane", lambda *given: streams.append(LateStream.current) or second_lane(*given)
+    )
+    request = guided(0)
+    streams.clear()
+    with masquerade():
+        served = Engine(LateToy(), max_slots=2, compile=False, report_lag=1, clock=Clock())
+        served.speak("request", request, Listener())
+        LateStream.current = None
+        while served.turn():
+            pass
+    assert streams == [served.arena.streams.lm]
 
 
 @LAGS

@@ -141,34 +141,55 @@ def sick_and_well(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["toy", "toy_guided"])
-def test_later_requests_share_no_page_of_a_request_that_failed(name, monkeypatch):
-    """Otherwise one fault would end every request with the same beginning, and all lanes of guidance begin
-    the same."""
-    made, long, well = sick_and_well(name, monkeypatch)
-    speaking = engine(made)
-    failed, heard = serve(speaking, {0: [long], 40: [well]})
-    assert failed.reason == "not_finite" and is_well(heard, name, well)
-    assert speaking.pages.shared == 0
+def test_pages_that_have_become_nan_end_one_request(name):
+    """Otherwise they would end every later request with the same beginning."""
+    request = Request(text="hm" * 30, seed=1, max_frames=9)
+    assert alone(name, request)
+    speaking = engine(family(name))
+    [first] = serve(speaking, {0: [request]})
+    filled = list(speaking.pages._cached)
+    speaking.arena.by_page[filled] = 0xFF
+    [second], [third] = serve(speaking, {0: [request]}), serve(speaking, {0: [request]})
+    assert filled and second.reason == "not_finite"
+    assert is_well(first, name, request) and is_well(third, name, request)
+    assert speaking.pages.free == speaking.pages.num_pages
 
 
 @pytest.mark.parametrize("name", ["toy", "toy_guided"])
-def test_later_requests_share_no_page_of_a_paused_request_that_failed(name, monkeypatch):
-    """It is paused while the report of NaN is in flight, so it holds no page when it fails."""
+def test_later_requests_share_no_page_of_a_request_that_left_before_its_nan_was_read(name, monkeypatch):
     made, long, well = sick_and_well(name, monkeypatch)
-    speaking, failed = engine(made, report_lag=1), Listener()
-    speaking.speak("sick", long, failed)
+    speaking, left = engine(made, report_lag=1), Listener()
+    speaking.speak("sick", long, left)
     speaking.turn()
     [model] = speaking.models.values()
-    [job] = model.running.values()
-    assert model.round.launches
-    speaking.paging._pause(job)
-    with monkeypatch.context() as patched:
-        patched.setattr(speaking.paging, "deal", lambda: None)
-        speaking.turn()
-    assert failed.reason == "not_finite"
+    assert model.round.steps
+    speaking.cancel("sick")
+    speaking.turn()
+    assert left.reason == "cancelled"
     [heard] = serve(speaking, {0: [well]})
     assert is_well(heard, name, well) and speaking.pages.shared == 0
-    assert speaking.pages.free == speaking.pages.num_pages
+
+
+def test_later_requests_share_no_page_of_a_request_whose_nan_is_read_meanwhile(monkeypatch):
+    """The second one gets its slot after the first one's prompt was launched, and before its report is read."""
+    made, long, well = sick_and_well("toy", monkeypatch)
+    speaking, failed, heard = engine(made, report_lag=1), Listener(), Listener()
+    speaking.speak("sick", long, failed)
+    speaking.turn()
+    speaking.speak("well", well, heard)
+    while heard.end is None:
+        speaking.turn()
+    assert failed.reason == "not_finite" and is_well(heard, "toy", well)
+
+
+@pytest.mark.parametrize("report_lag", [0, 1])
+def test_later_requests_share_the_pages_of_a_request_after_its_first_report(report_lag):
+    first = Request(text="hm" * 30, seed=1, max_frames=9)
+    speaking = engine(family("toy"), report_lag=report_lag)
+    listeners = serve(speaking, {0: [first], 2: [replace(first, seed=2)]})
+    assert speaking.pages.shared > 0
+    for listener, request in zip(listeners, (first, replace(first, seed=2)), strict=True):
+        assert is_well(listener, "toy", request)
 
 
 def spoil_free_pages(speaking: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,6 +379,24 @@ def turn_until(engine: Engine, is_so: Callable[[], bool]) -> None:
     raise AssertionError("the engine does not come to that")
 
 
+def test_a_stream_that_is_over_needs_no_more_pages_than_it_was_promised():
+    """Its last step was launched once more before its report was read, and its positions fill their pages."""
+    request = Request(text="h" * 12, temperature=0.0, seed=1, max_frames=2 * PAGE_TOKENS - 12)
+    engine = Engine(family("toy"), max_slots=1, compile=False, report_lag=1, clock=Clock())
+    engine.speak("request", request, Speaker())
+    [model] = engine.models.values()
+    end_failing, needed = engine.lifecycle.end_failing, []
+
+    def look() -> None:
+        over = [job for job in model.running.values() if model.is_done(job.slot)]
+        needed.extend((model.needed_to_resume(job), model.pages.num_needed(job.prompt)) for job in over)
+        end_failing()
+
+    engine.lifecycle.end_failing = look
+    turn_until(engine, lambda: not engine.num_requests)
+    assert needed and all(each == ([2], [2]) for each in needed)
+
+
 def test_a_pass_may_end_while_its_stream_is_paused_and_the_next_one_may_lack_pages():
     """The stream is paused while the report of its last step is on its way, and others hold all pages."""
     request = Request(text="Hmmm hmmm hmmm hmmm. " * 5, temperature=0.0, seed=1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from masquerade import LateStream, masquerade
 from models import Clock, Listener, alone, family, manners, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
@@ -108,7 +110,7 @@ def long_texts(num: int, max_ttfa_s: float | None, slower: float = 1.0, **more) 
     room.run([])
     assert all(isinstance(one.end, Finished) for one in heard)
     assert not room.model.running and room.engine.pages.free == room.engine.pages.num_pages
-    assert room.model.counters.num_admitted == num
+    assert room.model.counters.queue_times.num == num
     return heard
 
 
@@ -163,6 +165,26 @@ def test_a_listener_between_two_passes_is_counted():
     assert model.forecaster.outlook.left == ()
 
 
+@pytest.mark.parametrize("echoes", [1, 2])
+def test_a_request_is_free_once_its_last_prompt_is_made(echoes):
+    """Its recordings may take megabytes, and its speech minutes."""
+    room, listener, made = engine(), Listener(), []
+
+    def request() -> Request:
+        one = asked(options={"echoes": echoes})
+        made.append(weakref.ref(one))
+        return one
+
+    room.prepare(room.accept("request", listener), request)
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    assert (made[0]() is None) == (echoes == 1)
+    while not job.prompt.is_final:
+        room.turn()
+    assert made[0]() is None and listener.end is None
+
+
 def test_the_listener_s_time_goes_on_from_pass_to_pass():
     """A gap between two passes is an underrun, as any other."""
     room, listener = engine(), Listener()
@@ -180,7 +202,7 @@ def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
     free = room.pages.free
     room.speak("request", asked(options={"echoes": 2}), listener)
     queued = []
-    monkeypatch.setattr(room.composer, "_done", lambda job, future: queued.append((job, future)))
+    monkeypatch.setattr(room.inbox, "compose", lambda job, future: queued.append((job, future)))
     while not queued:
         room.turn()
     assert room.turn() is False  # there is nothing to do until the prompt is made
@@ -326,6 +348,15 @@ def test_an_idle_engine_wakes_for_text():
     close(listener, asked())
 
 
+def test_tokens_of_an_earlier_pass_that_were_cached_count_once():
+    toy = GridToy()
+    toy.spec = replace(toy.spec, answers=True)
+    room, request = engine(toy), asked(options={"echoes": 2})
+    [first], [second] = serve(room, {0: [request]}), serve(room, {0: [request]})
+    assert "cached_tokens" not in first.end.usage
+    assert second.end.usage["cached_tokens"] == 2 * PAGE_TOKENS  # one page of each pass
+
+
 # turns of a conversation
 
 
@@ -344,6 +375,57 @@ def test_the_next_turn_prefills_only_what_is_new(report_lag):
     truth = zoo.generate(plain, second)
     np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     assert not torch.equal(truth.frames, zoo.generate(GridToy(), replace(second, conversation=None)).frames)
+
+
+def test_a_turn_is_indexed_as_far_as_reports_say_that_it_is_finite():
+    """The step in flight may give NaN."""
+    room = engine(GridToy(), report_lag=1)
+    room.speak("request", asked(), Listener())
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    while model.runner.kv_lens[job.slot] < 2 * PAGE_TOKENS:
+        room.turn()
+    assert len(job.prompt.prefix_keys) + model.num_ready(job.slot) == 2 * PAGE_TOKENS
+    model.publish_turn(job)
+    assert len(room.pages._page_of) == 1
+
+
+def test_a_turn_that_ends_while_its_stream_is_paused_is_kept():
+    """It is paused while the report of its last step is on its way, and others hold all pages."""
+    room = engine(GridToy(), report_lag=1)
+    first, second = asked(conversation="one"), asked(text="And then?", seed=5, conversation="one")
+    room.speak("first", first, Listener())
+    room.turn()
+    [model] = room.models.values()
+    [job] = model.running.values()
+    while model.runner.kv_lens[job.slot] < len(job.prompt.inputs) - 1 + job.prompt.max_frames:
+        room.turn()
+    assert not model.is_done(job.slot)
+    room.paging._pause(job)
+    others = room.pages.take(room.pages.free)
+    run(room)
+    room.pages.give_back(others)
+    [listener] = serve(room, {0: [second]})
+    plain = GridToy()
+    zoo.generate(plain, first)
+    truth = zoo.generate(plain, second)
+    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+
+
+def test_a_turn_is_kept_on_the_stream_of_prompts(monkeypatch):
+    """The next turn's prompt reads it there."""
+    streams = []
+    end_turn = GridToy.end_turn
+    monkeypatch.setattr(
+        GridToy, "end_turn", lambda *given: streams.append(LateStream.current) or end_turn(*given)
+    )
+    with masquerade():
+        room = engine(GridToy(), report_lag=1)
+        room.speak("first", asked(conversation="one"), Listener())
+        LateStream.current = None
+        run(room)
+    assert streams == [room.arena.streams.prompts]
 
 
 def test_a_model_without_turns_refuses_conversations():
@@ -412,7 +494,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
         np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     [model] = room.models.values()
     pieces = len(pieces_of(requests[0], speaker.spec))
-    assert pieces == 3 and model.counters.num_admitted == len(requests)
+    assert pieces == 3 and model.counters.queue_times.num == len(requests)
     assert room.pages.free == free
     texts = pieces_of(requests[0], speaker.spec)
     prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
@@ -506,7 +588,7 @@ def test_a_text_that_stays_whole_is_one_pass(speaker):
     room = engine(speaker)
     serve(room, {0: [spoken_in(speaker, split_text=False)]})
     [model] = room.models.values()
-    assert model.counters.num_admitted == 1
+    assert model.counters.queue_times.num == 1
 
 
 def test_the_most_frames_end_an_answer_between_its_pieces():

@@ -18,6 +18,8 @@ from serving.engine.device.arena import CHUNK_PAGES, Arena, chunk_bytes, common_
 from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
 from serving.engine.memory.memory_plan import plan
+from serving.engine.memory.pages import Pages
+from serving.engine.memory.slot_pages import SlotPages
 from zoo.contract import Family, Past
 from zoo.request import Request
 
@@ -149,6 +151,33 @@ def test_a_slot_with_fewer_pages_of_its_past_reads_none_of_the_old_ones():
         scratch = runner.past[-1, 0]
         assert runner.past[0, 0] == 8 and runner.past[1, 0] == 9
         assert (runner.past[:2, 1:] == scratch).all()
+
+
+def test_a_stream_needs_no_pages_for_frames_behind_its_last_one():
+    """The last step is launched once more before its report is read. The room may be just enough."""
+    with masquerade():
+        runner = hummer()
+        paged = SlotPages(runner, Pages(64), chunk_pages=1)
+        prompt = next(runner.family.passes(Request(text="hmm", max_frames=8)))
+        assert paged.num_needed(prompt, 7) == paged.num_needed(prompt) == paged.num_needed(prompt, 9)
+        assert paged.num_needed(prompt, 4) < paged.num_needed(prompt)
+
+
+@pytest.mark.slow
+def test_a_request_ends_in_a_memory_of_exactly_its_largest_need():
+    """Its speech ends with a chunk."""
+    with masquerade():
+        roomy = Paged()
+        frames = 2 * roomy.past.frames - next(roomy.family.passes(request(1))).past_frames % roomy.past.frames
+        asked = request(1, frames)
+        prompt, listener = next(roomy.family.passes(asked)), Listener()
+        assert (prompt.past_frames + prompt.max_frames) % roomy.past.frames == 0
+        num_pages = 1 + sum(roomy.model.pages.num_needed(prompt))
+        exact = Paged(kv_memory_bytes=num_pages * common_page_bytes([roomy.family]))
+        exact.engine.speak("one", asked, listener)
+        for _ in range(300):
+            exact.turn()
+    assert listener.frames == frames and listener.has_ended_well
 
 
 @pytest.mark.slow
