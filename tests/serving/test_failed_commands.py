@@ -1,5 +1,9 @@
 """Commands that fail leave nothing that looks complete, and print nothing but why."""
 
+import json
+import os
+import shutil
+
 import numpy as np
 import pytest
 import shell
@@ -51,3 +55,15 @@ def test_a_full_disk_ends_a_chat_with_one_line_and_without_a_half_answer(tmp_pat
     says = f"zoo: {tmp_path}/answer-1.wav cannot be written: No space left on device\n"
     assert (end.value.code, capsys.readouterr().err) == (1, says)
     assert not list(tmp_path.iterdir())
+
+
+def test_inspect_says_that_a_file_is_damaged_and_still_shows_the_rest(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(zoo.SMALL_VOICE, model)
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    done = shell.zoo("inspect", model, "--json")
+    problem = f"{weights} is not a whole safetensors file"
+    assert done.returncode == 1 and done.stderr.startswith(f"zoo: {problem}"), done
+    facts = json.loads(done.stdout)
+    assert facts["family"] == "qwen3_tts" and facts["memory"]["unknown"].startswith(problem)
