@@ -11,6 +11,7 @@ import shell
 import zoo
 from serving.cli.chat import Growing
 from serving.cli.common import progress_bar
+from serving.cli.serve_flags import Security
 
 
 def test_a_demo_checkpoint_on_a_full_disk_leaves_no_part(tmp_path, monkeypatch):
@@ -44,6 +45,36 @@ def test_a_log_gets_no_line_of_a_progress_bar(capsys):
 def test_a_flag_without_effect_is_refused(tmp_path, flags, says):
     done = shell.zoo("say", "Hello.", "-o", tmp_path / "out.wav", *flags)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-unread", "inf"], "--max-unread must be a finite number of seconds"),
+        (["--max-stall", "inf"], "--max-stall must be"),
+        (["--max-text-idle", "inf"], "--max-text-idle must be"),
+        (["--max-session-idle", "inf"], "--max-session-idle must be"),
+        (["--model-dir", "zoo", "--load-wait", "inf"], "--load-wait must be a finite number of seconds"),
+        (["--cors-origin", "a.example"], "'a.example' is not an origin; use https://HOST"),
+        (["--cors-origin", "https://a.example/"], "without a path"),
+        (["--allowed-host", "https://a.example"], "is not a host name; use a name such as zoo.example.com"),
+        (["--allowed-host", "a.example:8000"], "without a scheme or a port"),
+        (["--allowed-host", ""], "'' is not a host name"),
+        (["--aligner-device", "cuda"], "--aligner-device needs --aligner"),
+    ],
+)
+def test_a_server_refuses_a_flag_that_could_not_work(flags, says, monkeypatch):
+    monkeypatch.setattr("serving.supervisor.serve", lambda *_: 0)
+    done = shell.zoo("serve", *flags)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done
+
+
+def test_sites_and_host_names_are_compared_without_case():
+    security = Security(
+        cors_origins=["HTTPS://A.Example:1", "*", "null"], allowed_hosts=["Zoo", "*"]
+    ).settings()
+    assert security.cors_origins == ("https://a.example:1", "*", "null")
+    assert security.allowed_hosts == ("zoo", "*")
 
 
 def test_a_full_disk_ends_a_chat_with_one_line_and_without_a_half_answer(tmp_path, capsys):
