@@ -9,6 +9,8 @@ import pytest
 import shell
 
 import zoo
+from compile_cache.artifacts import place, write_manifest
+from serving.__main__ import main
 from serving.cli.chat import Growing
 from serving.cli.common import progress_bar
 from serving.cli.serve_flags import Security
@@ -75,6 +77,39 @@ def test_sites_and_host_names_are_compared_without_case():
     ).settings()
     assert security.cors_origins == ("https://a.example:1", "*", "null")
     assert security.allowed_hosts == ("zoo", "*")
+
+
+def test_an_interrupt_while_a_package_defines_a_class_is_quiet(monkeypatch):
+    """Python 3.11 raises RuntimeError for any error in `__set_name__`."""
+
+    def interrupted(*_):
+        raise RuntimeError("Error calling __set_name__ on 'Field' instance") from KeyboardInterrupt()
+
+    monkeypatch.setattr("zoo.inspect", interrupted)
+    done = shell.zoo("inspect")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+    def wrong(*_):
+        raise RuntimeError("a mistake of ours") from OSError()
+
+    monkeypatch.setattr("zoo.inspect", wrong)
+    monkeypatch.setattr("sys.argv", ["zoo", "inspect"])
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        main()
+
+
+@pytest.mark.parametrize("is_foreign", [True, False])
+def test_an_import_of_another_machines_code_says_so(tmp_path, is_foreign):
+    *_, versions, target, name = place("model", "1").parts
+    target = "x86_64-of-another-machine" if is_foreign else target
+    made = tmp_path / "there" / "compiled" / versions / target / name
+    made.mkdir(parents=True)
+    write_manifest(made)
+    archive = tmp_path / "compiled.tar"
+    shell.zoo("cache", "export", archive, "--cache-dir", tmp_path / "there")
+    done = shell.zoo("cache", "import", archive, "--cache-dir", tmp_path / "here")
+    assert done.returncode == 0 and "1 new entry" in done.stdout
+    assert ("none of them is for this machine" in done.stderr) == is_foreign
 
 
 def test_a_full_disk_ends_a_chat_with_one_line_and_without_a_half_answer(tmp_path, capsys):
