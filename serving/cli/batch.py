@@ -124,9 +124,9 @@ def made(
     defaults: Mapping[str, Any],
     are_alike: bool = False,
 ) -> Tally:
-    """Make the files of items that are not there yet. base: where relative paths of recordings start. defaults: the
-    fields that an item has if its line does not set them. are_alike: the items differ only in their text. Raises
-    ValueError, also if the model refuses a default that an item has, or items that are alike."""
+    """Make the files of items whose files do not exist yet. base: where relative paths of recordings start. defaults:
+    the fields that an item has if its line does not set them. are_alike: the items differ only in their text. Raises
+    ValueError, also if the model refuses a default, or the first of such equal items."""
     from serving.tools import batch as tool
 
     directory = resolved(model)

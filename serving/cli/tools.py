@@ -64,7 +64,7 @@ def inspect(
 ) -> int:
     """Show a model's properties, memory plan, attention kernel and options.
 
-    The weights are not loaded. If a file is missing or damaged, there is no memory plan, and the exit status is 1.
+    The weights are not loaded. A model with a missing or damaged file has no memory plan; the exit status is then 1.
     """
     import zoo
 
