@@ -13,6 +13,10 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:  # Python 3.11's for Ctrl-C while a package defines a class
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        sys.exit(130)
 
 
 if __name__ == "__main__":

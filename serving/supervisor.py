@@ -15,10 +15,12 @@ because it holds the write end of a pipe they wait on.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import ipaddress
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
@@ -42,6 +45,7 @@ FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers to finish when the server stops
 # A few seconds of audio. This limits the memory that a client can hold when it stops reading.
 SEND_BUFFER_BYTES = 256 << 10
+SOCKETS = "zoo-sockets-"  # begins the name of a directory of sockets
 OWN_LINE = "zoo: "  # begins a line for people that a child writes before it ends
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
@@ -79,20 +83,53 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def socket_directory() -> tempfile.TemporaryDirectory[str]:
-    """Create a private directory for the Unix socket. Raises ValueError."""
+@contextmanager
+def socket_directory() -> Iterator[str]:
+    """Create a private directory for Unix sockets in this context, and yield its path. Raises ValueError.
+
+    A lock on it is held until this process ends. All processes of a server may be killed at once, so that none can
+    remove its directory: the next one does.
+    """
     try:
-        directory = tempfile.TemporaryDirectory(prefix="zoo-")
+        remove_abandoned(Path(tempfile.gettempdir()))
+        directory, lock = locked_directory()
     except OSError as error:
         raise ValueError(
             f"cannot create a directory for the engine's socket: {error}; set TMPDIR to a writable directory"
         ) from None
-    if len(directory.name) > 90:  # a Unix socket address has at most 108 bytes, 104 on some systems
-        directory.cleanup()
-        raise ValueError(
-            f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter path"
-        )
-    return directory
+    try:
+        if len(directory) > 90:  # a Unix socket address has at most 108 bytes, 104 on some systems
+            raise ValueError(
+                f"{directory} is too long for the address of a Unix socket; set TMPDIR to a shorter path"
+            )
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def locked_directory() -> tuple[str, int]:
+    """Create a directory, and return its path and the descriptor that holds its lock. Raises OSError."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=SOCKETS)
+        with suppress(FileNotFoundError):  # another server took it for abandoned before the lock
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # NFS gives an exclusive lock only to a file that is written
+            if os.path.exists(directory):
+                return directory, lock
+            os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the directories of sockets that no process has locked any more."""
+    for directory in parent.glob(f"{SOCKETS}*"):
+        with suppress(OSError):  # it belongs to another user, is in use, or another server was first
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)
+            finally:
+                os.close(lock)
 
 
 class Child:

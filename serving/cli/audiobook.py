@@ -62,7 +62,7 @@ def audiobook(
     parts = Results(out.with_name(f"{out.name}.parts"))
     with parts.held():
         every = [item for chapter in items for item in chapter]
-        tally = made(every, parts, "flac", model, running, options, Path.cwd(), words, are_alike=True)
+        tally = made(every, parts, "flac", model, running, options, Path.cwd(), words, {}, are_alike=True)
         if tally.is_interrupted or tally.failed:
             print(
                 f"{out} is not complete: {summary(tally)}; its parts are in {parts.directory}",

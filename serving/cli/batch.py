@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from serving.engine.engine import Engine
     from serving.protocol import AudioClip
     from serving.tools.batch import Item, Results, Tally
+    from zoo.contract import Family
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,13 @@ def batch(
     """
     from serving.tools import batch as tool
 
-    items = tool.read_items(lines, defaults_of(asked, loudness))
+    defaults = defaults_of(asked, loudness)
+    items = tool.read_items(lines, defaults)
     results = tool.Results(out)
     words = [] if pronunciations is None else read_file(pronunciations)
     with results.held():
-        tally = made(items, results, form, model, running, options, lines.absolute().parent, words)
+        base = lines.absolute().parent
+        tally = made(items, results, form, model, running, options, base, words, defaults)
     print(f"{out}: {summary(tally)}")
     return 130 if tally.is_interrupted else int(tally.failed > 0)
 
@@ -118,10 +121,12 @@ def made(
     options: list[str],
     base: Path,
     words: list[Pronunciation],
+    defaults: Mapping[str, Any],
     are_alike: bool = False,
 ) -> Tally:
-    """Make the files of items that are not there yet. base: where relative paths of recordings start. are_alike: the
-    items differ only in their text. Raises ValueError, also if the model refuses items that are alike."""
+    """Make the files of items whose files do not exist yet. base: where relative paths of recordings start. defaults:
+    the fields that an item has if its line does not set them. are_alike: the items differ only in their text. Raises
+    ValueError, also if the model refuses a default, or the first of such equal items."""
     from serving.tools import batch as tool
 
     directory = resolved(model)
@@ -133,19 +138,24 @@ def made(
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
     done = results.finished({item.id for item in items}, digests, f".{form}")
     tally = tool.Tally(found=len(done))
+    wanted = [item for item in items if item.error is None and item.id not in done]
+    of_model: dict[str, Any] = {}
+    if wanted:
+        sizes = sizes_of(directory, running)  # before the weights take memory
+        family = loaded(directory, running)
+        of_model = dict(parsed_option(option, family.spec) for option in options)
+        tool.check_defaults(wanted, defaults, of_model, family.spec)
     for item in items:
         if item.error is not None:
             tally.failed += 1
             result = {"id": item.id, "line": item.line, "error": item.error}
             results.add(result)
             tell(result)
-    wanted = [item for item in items if item.error is None and item.id not in done]
     if wanted:
         with progress_bar(str(results.directory)) as advance:
             report = partial(advance_past, len(items), advance)
-            engine = opened(directory, running, advance)
+            engine = opened(family, sizes, running, advance)
             [worker] = engine.models.values()
-            of_model = dict(parsed_option(option, worker.family.spec) for option in options)
             clip = partial(recording_at, base)
             run = tool.Batch(engine, results, digests, form, clip, of_model, tally, report, words)
             if are_alike:
@@ -185,11 +195,8 @@ def recording_at(base: Path, path: str) -> AudioClip:
     return recording(base / path)
 
 
-def opened(directory: str, running: EngineFlags, advance: Callable[[float, str], None]) -> Engine:
-    """Load the model and return a warm engine. Raises ValueError."""
-    import zoo
-    from serving.engine.device.prepare_for_host import cached, prepare_for_host
-    from serving.engine.engine import Engine
+def sizes_of(directory: str, running: EngineFlags) -> tuple[int, int | None]:
+    """Return how many slots the model has, and the bytes of the KV cache. Raises ValueError."""
     from serving.engine.loading import sizes
     from serving.settings import Latency, Memory, ModelOptions, Settings
 
@@ -199,10 +206,30 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
         memory=Memory(running.max_slots),
         latency=Latency("throughput"),
     )
-    slots, kv_memory_bytes = sizes(settings)
+    return sizes(settings)
+
+
+def loaded(directory: str, running: EngineFlags) -> Family:
+    """Load the model. Raises ValueError."""
+    import zoo
+
     family = zoo.load(directory, device=running.device, dtype=running.dtype, keeps_bf16=True)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
+    return family
+
+
+def opened(
+    family: Family,
+    sizes: tuple[int, int | None],
+    running: EngineFlags,
+    advance: Callable[[float, str], None],
+) -> Engine:
+    """Return a warm engine for a loaded model. sizes: from `sizes_of`. Raises ValueError."""
+    from serving.engine.device.prepare_for_host import cached, prepare_for_host
+    from serving.engine.engine import Engine
+
+    slots, kv_memory_bytes = sizes
     prepare_for_host(family, compile=running.compile, weights=running.weights)
     engine = Engine(
         family,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,7 +104,17 @@ def import_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
     except OSError as error:
         raise ValueError(f"{file} cannot be imported into {root}: {error.strerror or error}") from None
     print(f"{root}: {plural(len(names), 'new entry', 'new entries')}")
+    if names and not any(is_for_this_machine(name) for name in names):
+        print("zoo: none of them is for this machine and its versions of torch and Python", file=sys.stderr)
     return 0
+
+
+def is_for_this_machine(entry: Path) -> bool:
+    """Return whether a server on this machine could read an entry, which is named relative to the root."""
+    from compile_cache.artifacts import place, root_directory
+
+    own = [place(entry.name, "", device).parent for device in ("cpu", "cuda")]
+    return root_directory() / entry.parent in own
 
 
 def root_of(directory: Path | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,6 +11,8 @@ from typer import Option
 from serving import settings
 from serving.cli.common import LIMITS, MAX_REFERENCE_S, num_bytes
 from serving.cli.serve_flags import Security
+
+FINITE = ("max_unread", "max_stall", "max_text_idle", "max_session_idle")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,9 @@ class Limits:
 
     def settings(self, security: Security, memory_bytes: int) -> settings.Limits:
         """Raises ValueError."""
+        for name in FINITE:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"--{name.replace('_', '-')} must be a finite number of seconds")
         return settings.Limits(
             waiting=self.max_waiting,
             flex_wait_s=self.max_flex_wait or None,

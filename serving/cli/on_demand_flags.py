@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class OnDemand:
         memory_bytes = None if self.model_memory is None else num_bytes(self.model_memory)
         keep_alive_s = seconds_of(KEEP_ALIVE if self.keep_alive is None else self.keep_alive)
         load_wait_s = LOAD_WAIT_S if self.load_wait is None else self.load_wait
+        if not math.isfinite(load_wait_s):
+            raise ValueError("--load-wait must be a finite number of seconds")
         return settings.OnDemand(keep_alive_s, load_wait_s, memory_bytes)
 
     def check(self, models: Sequence[str], device_map: str | None, replicas: Replicas) -> None:

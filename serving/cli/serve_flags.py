@@ -41,6 +41,8 @@ from zoo.request import MAX_GAP_S
 from zoo.text.pronunciations import read_file
 
 MAX_TTFA_S = 10.0
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
+HOST_NAME = re.compile(r"[^\s/:?#@*]+")
 
 
 @dataclass(frozen=True)
@@ -150,15 +152,18 @@ class Model:
         ),
     ] = None
     aligner_device: Annotated[
-        str, Option(help="The aligner runs here: cpu, cuda or cuda:1.", rich_help_panel=MODEL)
-    ] = "cpu"
+        str | None,
+        Option(help="The aligner runs here: cpu, cuda or cuda:1. Default: cpu.", rich_help_panel=MODEL),
+    ] = None
 
     def aligner_settings(self) -> settings.AlignerSettings:
-        """Raises ValueError if a directory holds no aligner."""
+        """Raises ValueError if a directory holds no aligner, and for a device without one."""
         if self.aligner is None:
-            return settings.AlignerSettings(device=self.aligner_device)
+            if self.aligner_device is not None:
+                raise ValueError("--aligner-device needs --aligner")
+            return settings.AlignerSettings()
         directory = check(self.aligner).directory.resolve()
-        return settings.AlignerSettings(str(directory), self.aligner_device)
+        return settings.AlignerSettings(str(directory), self.aligner_device or "cpu")
 
     def options(self) -> settings.ModelOptions:
         return settings.ModelOptions(
@@ -342,7 +347,22 @@ class Security:
     ] = field(default_factory=list)
 
     def settings(self) -> settings.Security:
-        """Raises ValueError for a key that cannot be one, or that is missing."""
+        """Raises ValueError for a key that cannot be one, or that is missing, and for a site or a host name that no
+        request has."""
+        origins = tuple(origin.lower() for origin in self.cors_origins)  # as browsers send it
+        hosts = tuple(host.lower() for host in self.allowed_hosts)
+        for origin in origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--cors-origin {origin!r} is not an origin; use https://HOST or https://HOST:PORT, "
+                    "without a path, or *"
+                )
+        for host in hosts:
+            if host != "*" and not HOST_NAME.fullmatch(host):
+                raise ValueError(
+                    f"--allowed-host {host!r} is not a host name; use a name such as zoo.example.com, without a "
+                    "scheme or a port, or *"
+                )
         all_keys(self.api_key, self.api_keys)
         if self.private_metrics and self.api_key is None and self.api_keys is None:
             raise ValueError("--private-metrics requires an API key; set one with --api-key or --api-keys")
@@ -354,8 +374,8 @@ class Security:
             raise ValueError("an API key must consist of printable ASCII characters without spaces")
         return settings.Security(
             self.private_metrics,
-            tuple(self.cors_origins),
-            tuple(self.allowed_hosts),
+            origins,
+            hosts,
             None if self.api_keys is None else str(self.api_keys.resolve()),
             self.speech_urls,
         )

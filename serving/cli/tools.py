@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
@@ -30,6 +30,7 @@ from serving.cli.common import (
     ModelArgument,
     Weights,
     app,
+    fail,
     named_directories,
     num_bytes,
     plural,
@@ -63,16 +64,24 @@ def inspect(
 ) -> int:
     """Show a model's properties, memory plan, attention kernel and options.
 
-    The weights are not loaded.
+    The weights are not loaded. A model with a missing or damaged file has no memory plan; the exit status is then 1.
     """
     import zoo
 
     facts = zoo.inspect(model, device)
     facts["memory"] = memory(model, slots, dtype, device, device_map)
+    problem = facts["memory"].get("unknown")
     if as_json:
         print(json.dumps(facts))
-        return 0
+    else:
+        show(model, facts)
+    if problem is not None:
+        fail(problem, 1)
+    return 0
 
+
+def show(model: str, facts: dict[str, Any]) -> None:
+    """Print the facts of `inspect` as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,7 +100,6 @@ def inspect(
         default = "" if option["default"] is None else readable(option["default"])
         possible.add_row(name, option["possible"], default, option["help"])
     Console().print(possible)
-    return 0
 
 
 def memory(

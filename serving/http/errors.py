@@ -96,6 +96,7 @@ def cut(text: str | None, max_chars: int = MAX_ECHO_CHARS) -> str | None:
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
     """Turn any exception of a route into an answer, and log it."""
     path = request.scope.get("path_template") or request.url.path.rstrip("/")
+    id = id_of(request, error)
     match error:
         case InternalServerException(detail="client disconnected prematurely"):
             error = refusal(LEFT, "the client disconnected before its request was complete")
@@ -137,21 +138,29 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             max_bytes = request.route_handler.resolve_request_max_body_size()
             error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            log.error("disk", path=cut(path), error=str(error))
+            log.error("disk", id=id, path=cut(path), error=str(error))
             error = refusal(507, "this server's disk is full", code="no_room")
         case OSError():
-            log.error("disk", path=cut(path), error=str(error))
+            log.error("disk", id=id, path=cut(path), error=str(error))
             error = refusal(503, "this server cannot read or write its files; see its log", code="disk")
     if not isinstance(error, HTTPException):
-        log.error("unexpected", path=cut(path), exc_info=error)
+        log.error("unexpected", id=id, path=cut(path), exc_info=error)
         error = refusal(500, "internal server error; see the server's log")
-    facts = {"id": request.state.get("request_id"), "path": cut(path)}
+    facts = {"id": id, "path": cut(path)}
     if path in ANSWERS:
         facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
     body = log_refused(error, **facts)
     if path in ANSWERS:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
-    return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
+    headers = {**(error.headers or {}), "x-request-id": id}
+    return Response(ErrorBody(body), status_code=error.status_code, headers=headers)
+
+
+def id_of(request: Request[Any, Any, Any], error: Exception) -> str:
+    """Return the ID of a request that ended in an error, for its answer and its log line: the one that the client
+    sent, or the one that the engine knows, or a new one."""
+    known = error.headers.get("x-request-id") if isinstance(error, HTTPException) and error.headers else None
+    return request.state.get("request_id") or known or new_id()
 
 
 def log_refused(error: HTTPException, **facts: Any) -> Error:

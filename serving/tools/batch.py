@@ -18,7 +18,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,7 +38,9 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, 
 from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
 from serving.replacing import replacing
-from zoo.request import MAX_GAP_S, Request
+from zoo.check import check
+from zoo.contract import Spec
+from zoo.request import MAX_GAP_S, Request, RequestError
 from zoo.text.markdown import spoken
 from zoo.text.pronunciations import Lexicon, Pronunciation
 
@@ -165,6 +167,28 @@ def read_item(number: int, line: str, defaults: dict[str, Any]) -> Item:
         fields,
         {key: value for key, value in given.items() if key not in Fields.__struct_fields__},
     )
+
+
+def check_defaults(
+    items: Sequence[Item], defaults: Mapping[str, Any], options: Mapping[str, Any], spec: Spec
+) -> None:
+    """Raise RequestError if the model refuses a default field or option, and an item does not set another value."""
+    given = {name: defaults[name] for name in PLAIN if name in defaults}
+    usual = {"text": "Hello.", "voice": next(iter(spec.voices), None)}
+    try:
+        check(Request(**usual | given, options=dict(options)), spec)
+    except RequestError as error:
+        if any(has_default(item, error.param, given, options) for item in items):
+            raise
+
+
+def has_default(item: Item, name: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Return whether an item has a value that the command gave. A recording may decide what its voice means."""
+    if name in options:
+        return name not in item.options
+    if name == "voice" and item.fields.reference is not None:
+        return False
+    return name in given and getattr(item.fields, name) == given[name]
 
 
 class Results:

@@ -257,8 +257,8 @@ import asyncio, os, sys
 from serving import supervisor
 from serving.settings import HTTPArguments, Security, Settings
 parent_fd, write_end = os.pipe()
-directory = supervisor.socket_directory()
-path = directory.name + "/engine.sock"
+opened = supervisor.socket_directory()
+path = opened.__enter__() + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
 arguments = HTTPArguments(Settings(), path, listener.fileno(), parent_fd)
 engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(parent_fd)]
@@ -325,14 +325,27 @@ def test_an_address_of_another_machine_is_one_clear_line(host):
 
 def test_a_directory_that_cannot_hold_a_socket_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(ValueError, match="set TMPDIR to a writable directory"):
-        supervisor.socket_directory()
+    with (
+        pytest.raises(ValueError, match="set TMPDIR to a writable directory"),
+        supervisor.socket_directory(),
+    ):
+        pass
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with pytest.raises(ValueError, match="too long"):
-        supervisor.socket_directory()
+    with pytest.raises(ValueError, match="too long"), supervisor.socket_directory():
+        pass
     assert not list(long.iterdir())
+
+
+def test_a_server_removes_the_directories_of_servers_that_were_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (killed := tmp_path / "zoo-sockets-killed").mkdir()
+    (killed / "engine.sock").touch()
+    (other := tmp_path / "zoo-other").mkdir()
+    with supervisor.socket_directory() as first, supervisor.socket_directory() as second:
+        assert {*map(str, tmp_path.iterdir())} == {str(other), first, second}
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_the_url_is_one_that_a_browser_can_open():

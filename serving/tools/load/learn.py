@@ -3,6 +3,7 @@ rate, and whether it accepts seeds. Only public routes are used."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
@@ -111,7 +112,11 @@ async def find_rate(session: aiohttp.ClientSession, target: Target, work: Work) 
 
 
 async def ask(session: aiohttp.ClientSession, target: Target, work: Work) -> Record:
+    """Make a request and return its record. Raises CancelledError if it is interrupted."""
     planned = work.request(0)
     planned.role = "listener"
     planned.leaves_after_s = None
-    return await speak(session, target, planned, 0, time.monotonic())
+    record = await speak(session, target, planned, 0, time.monotonic())
+    if record.outcome == "interrupted":  # `speak` has caught Ctrl-C
+        raise asyncio.CancelledError
+    return record

@@ -87,13 +87,30 @@ def test_every_outcome_is_one_line(server):
     assert line(server).items() >= {"reason": "cancelled", "status": 499, "frames": 1}.items()
 
 
-def test_every_refused_item_of_a_batch_is_one_line(server, monkeypatch):
+@pytest.mark.parametrize("text", ["", "full", "frames 1"])
+def test_the_line_of_a_refused_request_has_the_id_of_its_answer(server, text, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    if text == "frames 1":
+        monkeypatch.setattr("serving.http.routes.speech.prepared", broken)
+    answer = server.speak(text)
+    assert answer.status_code == {"": 400, "full": 503, "frames 1": 500}[text]
+    until(lambda: server.lines and server.lines[-1]["event"] == "refused")
+    ids = {found["id"] for found in server.lines}
+    server.lines.clear()
+    assert ids == {answer.headers["x-request-id"]}
+
+
+@pytest.mark.parametrize("id", ["mine", None])
+def test_every_refused_item_of_a_batch_is_one_line(server, monkeypatch, id):
     monkeypatch.setattr(batch, "PATIENCE_S", 0)
     items = [{"input": "full"}, {"input": "frames 1"}]
     items += [{"input": "frames 1", name: "nobody"} for name in ("voice", "model")]
     shared = {"model": "fake", "response_format": "pcm", "items": items}
-    answer = server.http.post("/v1/audio/speech/batch", json=shared, headers={"x-request-id": "mine"})
-    assert answer.status_code == 200
+    sent = {} if id is None else {"x-request-id": id}
+    answer = server.http.post("/v1/audio/speech/batch", json=shared, headers=sent)
+    assert answer.status_code == 200 and id in (None, answer.headers["x-request-id"])
     until(lambda: len(server.lines) == 4)
     refused = sorted(
         (line for line in server.lines if line["event"] == "refused"), key=lambda line: line["item"]
@@ -103,7 +120,8 @@ def test_every_refused_item_of_a_batch_is_one_line(server, monkeypatch):
     assert facts == [(0, "fake", 503, "unavailable"), (2, "fake", 400, "refused"), (3, None, 404, "refused")]
     told = [result["error"]["message"] for result in answer.json()["data"] if result["error"]]
     assert [line["error"] for line in refused] == told
-    assert all(line["id"] == "mine" and line["path"] == "/v1/audio/speech/batch" for line in refused)
+    id = answer.headers["x-request-id"]
+    assert all(line["id"] == id and line["path"] == "/v1/audio/speech/batch" for line in refused)
 
 
 def test_a_refused_utterance_of_a_session_is_one_line(server):

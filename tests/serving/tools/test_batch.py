@@ -212,6 +212,25 @@ def test_items_that_the_model_refuses_fail(run):
     assert "text is empty" in found["empty"]["error"]
 
 
+def test_a_default_that_the_model_refuses_ends_the_command_unless_every_line_replaces_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("serving.cli.batch.opened", lambda *_: pytest.fail("work started"))
+    out = tmp_path / "out"
+    path = lines(tmp_path / "in.jsonl", {"text": "Hello."}, {"text": "Hello.", "voice": "slt"}, "{")
+    for flags, says in (
+        (["--voice", "nobody"], "no voice 'nobody'"),
+        (["--instructions", "Whisper."], "no instructions"),
+        (["-O", "no_option=1"], "no_option"),
+    ):
+        done = shell.zoo("batch", path, out, *flags)
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done
+        assert not out.exists()
+    spec = Toy().spec
+    item = read_items(lines(path, {"text": "Hello.", "voice": "slt"}), {"voice": "nobody"})
+    batch.check_defaults(item, {"voice": "nobody"}, {}, spec)
+
+
 def test_an_item_without_audio_fails(run, with_end):
     engine = Engine(with_end(Toy(), 1e9), max_slots=2, policy="throughput", compile=False, max_waiting=4)
     tally = run(*TEXTS[:2], engine=engine)

@@ -57,6 +57,24 @@ def test_pcm_has_the_rate_that_the_server_reports():
     assert work.request(0).body["model"] == "m"
 
 
+def test_an_interrupted_question_to_the_server_ends_the_run():
+    async def go():
+        asked = asyncio.Event()
+
+        async def never(request, body):
+            asked.set()
+            await asyncio.Event().wait()
+
+        async with speaking(never, ("m",)) as target:
+            learning = asyncio.create_task(learn(target, Work([]), None, (), print))
+            await asked.wait()
+            learning.cancel()  # as Ctrl-C does
+            with pytest.raises(asyncio.CancelledError):
+                await learning
+
+    asyncio.run(go())
+
+
 def test_a_wav_gives_the_rate_that_pcm_lacks():
     target, work, _ = learned(silent_about_its_rate)
     assert work.formats == ["pcm"] and target.sample_rate_hz == 16000
