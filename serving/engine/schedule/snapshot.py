@@ -70,7 +70,8 @@ class Timing:
     @property
     def service_s(self) -> float:
         """Return how long a listener may wait if it is not served now: until the next iteration, and then a
-        window's latency. At least a frame, and on a GPU some more: there steps and renders slow each other down."""
+        window's latency. At least a frame. On a GPU it is more, because steps and renders slow each other
+        down."""
         margin_s = 0.0 if self.render_times is None else GPU_MARGIN_FRAMES * self.frame_s
         return margin_s + max(self.frame_s, self.latency_s + max(self.latency_s, self.iteration_s))
 
