@@ -126,6 +126,8 @@ class References:
         stored, clip = found
         try:
             check_duration(clip, taken_s(model))
+            if model.needs_transcript and stored.ref_text is None:
+                raise ValueError("the model needs the words of the recording; upload it again with ref_text")
         except ValueError as error:
             raise refusal(
                 400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
