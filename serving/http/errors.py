@@ -145,13 +145,16 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "internal server error; see the server's log")
-    facts = {"id": request.state.get("request_id"), "path": cut(path)}
+    headers = dict(error.headers or {})
+    request_id = request.state.get("request_id") or headers.get("x-request-id") or new_id()
+    headers["x-request-id"] = request_id
+    facts = {"id": request_id, "path": cut(path)}
     if path in ANSWERS:
         facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
     body = log_refused(error, **facts)
     if path in ANSWERS:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
-    return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
+    return Response(ErrorBody(body), status_code=error.status_code, headers=headers)
 
 
 def log_refused(error: HTTPException, **facts: Any) -> Error:

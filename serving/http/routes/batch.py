@@ -17,7 +17,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from serving.engine_client import Away
 from serving.http.disconnect import run_while_connected
-from serving.http.errors import AWAY_RETRY_S, error_of, log_refused, outcome_of, refusal
+from serving.http.errors import AWAY_RETRY_S, error_of, log_refused, new_id, outcome_of, refusal
 from serving.http.foreign_fields import translated
 from serving.http.keys import admit
 from serving.http.objects import BatchResult, BatchResults, Model, Usage
@@ -52,14 +52,14 @@ async def speak_batch(data: SpeechBatch, request: ForgetfulRequest, server: Serv
     body = await request.take_json()
     shared = {name: value for name, value in body.items() if name != "items"}
     items = [shared | {k: v for k, v in item.items() if not is_default(k, v)} for item in data.items]
-    return Batch(server, items, request.state.get("request_id"))
+    return Batch(server, items, request.state.get("request_id") or new_id())
 
 
 class Batch:
     """An ASGI application for one batch. If the client disconnects, all items are cancelled."""
 
-    def __init__(self, server: Server, items: list[dict[str, Any]], id: str | None):
-        """id: the client's request ID for the batch."""
+    def __init__(self, server: Server, items: list[dict[str, Any]], id: str):
+        """id: the request ID of the batch."""
         self.server, self.items, self.id = server, items, id
         self.memory = server.memory.take(0)  # of the results that are ready
         self.last_end_s = time.monotonic()  # when the last item was spoken
@@ -71,6 +71,7 @@ class Batch:
             parts = [START, *between(results, b","), END]
             size = sum(map(len, parts))
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
+            headers.append((b"x-request-id", self.id.encode()))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for part in parts:
                 more = part is not parts[-1]
