@@ -119,14 +119,19 @@ def check_words(ref_text: str | None, models: list[Model]) -> None:
 
 async def decoded(sample: bytes, possible_s: tuple[float, float], server: Server) -> AudioClip:
     """Decode an uploaded sample. Raises the refusal."""
-    max_bytes = server.limits.reference_bytes
-    if len(sample) > max_bytes:
-        message = f"audio_sample has {len(sample)} bytes; this server takes up to {max_bytes}"
-        raise refusal(413, message, "audio_sample", "body_too_large")
+    check_size(sample, "audio_sample", server)
     try:
         return await server.references.decoded(lambda: sample, possible_s)
     except ValueError as error:
         raise unusable(error) from None
+
+
+def check_size(recording: bytes, field: str, server: Server) -> None:
+    """Check the size of a recording in a form. Raises the refusal."""
+    max_bytes = server.limits.reference_bytes
+    if len(recording) > max_bytes:
+        message = f"{field} has {len(recording)} bytes; this server takes up to {max_bytes}"
+        raise refusal(413, message, field, "body_too_large")
 
 
 def unusable(error: ValueError) -> HTTPException:
