@@ -251,7 +251,8 @@ FORMS = [
         "type",
         "type takes audio_sample",
     ),
-    ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
+    ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name is given more than once"),
+    ({"files": {"name": b"x", "audio_sample": b"x"}}, "name", "name is a file, not a text; name takes"),
     (
         {"data": {"name": "x", "audio_sample": "x"}, "files": {"ref_text": (None, "x")}},
         "audio_sample",
