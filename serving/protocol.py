@@ -208,6 +208,7 @@ class ModelInfo(msgspec.Struct):
     performs: bool = False  # whether an answer performs what a text asks for, so that it speaks texts, too
     outputs: tuple[str, ...] = ("speech",)  # what a request may ask for
     takes_tools: bool = False  # whether a conversation may have tools
+    needs_transcript: bool = False  # whether a reference needs its words
 
 
 class Models(Message):

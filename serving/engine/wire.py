@@ -113,4 +113,5 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         performs=spec.performs,
         outputs=spec.outputs,
         takes_tools=spec.takes_tools,
+        needs_transcript=spec.needs_transcript,
     )

@@ -168,7 +168,7 @@ def create_app(
                 "links": links,
             }
         ),
-        openapi_config=openapi.CONFIG,
+        openapi_config=openapi.config(),
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
     )

@@ -36,6 +36,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     """
     import av  # not in the HTTP process, which shares this file's constants
 
+    if not data:
+        raise ValueError("it is empty")
     form = container(data[:16])
     if form is None:
         raise ValueError(f"its audio format is not supported; use {KNOWN}")

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import structlog
 from litestar import Request, Response
+from litestar.enums import RequestEncodingType
 from litestar.exceptions import (
     ClientException,
     HTTPException,
@@ -108,7 +109,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 400, f"the body must be a form (multipart/form-data){fields}", code="invalid_form"
             )
         case ValidationException():
-            error = explain(error, FIELDS[path])
+            is_form = request.content_type[0] == RequestEncodingType.MULTI_PART
+            error = explain(error, FIELDS[path], is_form)
         case ClientException(__cause__=SerializationException()):
             read = request._connection_state.body
             text = read.decode(errors="replace") if isinstance(read, bytes) else ""
@@ -195,13 +197,15 @@ async def log_lost_session(error: Exception, scope: Scope) -> None:
         log.error("unexpected", path=scope["path"], exc_info=error)
 
 
-def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException:
+def explain(error: ValidationException, fields: dict[str, str], is_form: bool) -> HTTPException:
     """Turn Litestar's first validation error into one that names the field and what it takes."""
     complaint: dict[str, str] = error.extra[0]  # type: ignore[index]
     message, key = complaint["message"], complaint["key"]
     field = re.split(r"[.\[]", key)[0]
-    if field in fields and message == GIVEN_TWICE:
+    if field in fields and (message == GIVEN_TWICE or (is_form and message.endswith("got `array`"))):
         return refusal(400, f"{field} is given more than once", field)
+    if field in fields and message.endswith("got `UploadFile`"):
+        return refusal(400, f"{field} is a file, not a text; {field} takes {fields[field]}", field)
     if field in fields and message == NO_FILE:
         return refusal(400, f"{field} is a text, not a file; {field} takes {fields[field]}", field)
     if field in fields:

@@ -46,6 +46,7 @@ class Model(msgspec.Struct):
     # speech, text (without audio), continuation (of a clip), transcript (POST /v1/audio/transcriptions)
     outputs: tuple[str, ...]
     takes_tools: bool  # whether a conversation may have tools
+    needs_transcript: bool  # whether reference audio needs its words (ref_text)
     response_formats: list[str]
     stream_formats: list[str]
     timestamp_granularities: list[str]

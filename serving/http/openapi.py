@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from litestar import Request
+from litestar import Request, Response, Router
+from litestar.exceptions import NotFoundException
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import Components, SecurityRequirement, SecurityScheme
@@ -50,14 +51,26 @@ class ServedYaml(YamlRenderPlugin):
         )
 
 
-CONFIG = OpenAPIConfig(
-    title="speechzoo",
-    version="1",
-    path="/schema",
-    use_handler_docstrings=True,
-    render_plugins=[ServedJson(), ServedYaml()],
-    components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
-)
+async def refuse_unknown(response: Response[Any]) -> Response[Any]:
+    """Let an unknown path below /schema be an error like any other; Litestar answers it with a page."""
+    if response.status_code == 404:
+        raise NotFoundException
+    return response
+
+
+def config() -> OpenAPIConfig:
+    """Return the configuration of an app's schema. Its router belongs to that app."""
+    router = Router("/schema", route_handlers=[], include_in_schema=False, after_request=refuse_unknown)
+    return OpenAPIConfig(
+        title="speechzoo",
+        version="1",
+        openapi_router=router,
+        use_handler_docstrings=True,
+        render_plugins=[ServedJson(), ServedYaml()],
+        components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
+    )
+
+
 # A key, or none if the server was started without one.
 SECURITY: list[SecurityRequirement] = [{"key": []}, {}]
 

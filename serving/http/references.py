@@ -126,6 +126,8 @@ class References:
         stored, clip = found
         try:
             check_duration(clip, taken_s(model))
+            if model.needs_transcript and stored.ref_text is None:
+                raise ValueError("the model needs the words of the recording; upload it again with ref_text")
         except ValueError as error:
             raise refusal(
                 400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
@@ -184,6 +186,8 @@ def unpack(text: str, max_bytes: int) -> bytes:
         head, comma, text = text.partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise ValueError("the data URL must have the form data:audio/wav;base64,...")
+    if "\n" in text:
+        text = without_breaks(text)
     if len(text) > (max_bytes + 2) // 3 * 4:
         raise ValueError(f"it has about {len(text) * 3 // 4} bytes; this server takes up to {max_bytes}")
     try:
@@ -191,6 +195,12 @@ def unpack(text: str, max_bytes: int) -> bytes:
         return b"".join(base64.b64decode(text[at : at + PIECE_CHARS], validate=True) for at in pieces)
     except ValueError:
         raise ValueError("it is neither a data URL nor base64") from None
+
+
+def without_breaks(text: str) -> str:
+    """Return base64 without the line breaks that the command `base64` puts into it."""
+    pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+    return "".join("".join(piece.split()) for piece in pieces)
 
 
 async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:

@@ -41,7 +41,7 @@ class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
     ref_audio: str | None = None
     audio_path: str | None = None
     text: Words | None = None
-    speaker: Name | None = None
+    speaker: Name | Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
 
 
 class GivenReference(NamedTuple):
@@ -106,7 +106,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             description="the alternative to ref_audio and ref_text, also for models that speak in several "
             "voices: "
             'a list of up to 16 of {"audio": ..., "text": its exact words, "speaker": the speaker\'s '
-            "name in the input}"
+            "name or number in the input}"
         ),
     ] = None
     response_format: Annotated[
@@ -265,7 +265,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             )
         if item.text is not None and self.ref_text is not None:
             raise ValueError("ref_text and a text in references are both given; leave one out")
-        return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
+        speaker = None if item.speaker is None else str(item.speaker)
+        return GivenReference(named[0], item.text if item.text is not None else self.ref_text, speaker)
 
     def forget_audio(self) -> None:
         """Empty the audio after it was read. Otherwise it stays in memory until the answer ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ from litestar.types import Send
 
 from serving import protocol
 from serving.http.chat import LEAST_S, NO_CHOICE, usage_of
-from serving.http.errors import refusal
+from serving.http.errors import cut, refusal
 from serving.http.objects import Model
 from serving.http.references import LoadedVoice, check_duration
 from serving.http.schemas import SpeechRequest, TranscriptionRequest
@@ -18,21 +18,37 @@ from serving.http.server import Server
 from serving.http.speech import Speech, body
 
 NO_TIMES = "no model gives times; response_format takes json, text and verbose_json"
+MAX_NAMED = 10  # fields in warnings
 FIELD = {"turns": "file", "references": "file", "text": "file"}
 
 
-def check(data: TranscriptionRequest) -> None:
-    """Check a request as far as possible without the engine. Raises the refusal."""
+def check(data: TranscriptionRequest, form: Mapping[str, object]) -> None:
+    """Check a request as far as possible without the engine. form: all of its fields; some clients name lists
+    without brackets. Raises the refusal."""
     if data.response_format not in ("json", "text", "verbose_json"):
         raise refusal(400, NO_TIMES, "response_format")
-    if data.timestamp_granularities:
-        raise refusal(400, f"leave timestamp_granularities out: {NO_TIMES}", "timestamp_granularities[]")
-    if data.include:
-        raise refusal(400, "leave include out: no model gives probabilities", "include[]")
+    for name in ("timestamp_granularities[]", "timestamp_granularities"):
+        if form.get(name):
+            raise refusal(400, f"leave {name} out: {NO_TIMES}", name)
+    for name in ("include[]", "include"):
+        if form.get(name):
+            raise refusal(400, f"leave {name} out: no model gives probabilities", name)
 
 
-def warnings_of(data: TranscriptionRequest) -> list[str]:
-    return ["field 'prompt' has no meaning here; it is ignored"] if data.prompt else []
+def drop_ignored(data: TranscriptionRequest, names: Iterable[str], model: Model, server: Server) -> list[str]:
+    """Remove what the model cannot use, and return a warning for each. names: the fields of the form. Raises the
+    refusal if the server is strict."""
+    known = [field.encode_name for field in msgspec.structs.fields(TranscriptionRequest)]
+    unknown = [name for name in names if name not in known]
+    if unknown and server.names.is_strict:
+        message = f"there is no field {cut(unknown[0])!r}; the fields are: {', '.join(known)}"
+        raise refusal(400, message, unknown[0], "unknown_field")
+    ignored = [*(["prompt"] if data.prompt else []), *unknown[:MAX_NAMED]]
+    warnings = [f"field {cut(name)!a} has no meaning here; it is ignored" for name in ignored]
+    if data.language and not model.languages and not server.names.is_strict:
+        warnings.append(f"model {model.id!a} has no choice of a language; language is ignored")
+        data.language = None
+    return warnings
 
 
 class Transcription(Speech):

@@ -59,10 +59,18 @@ def preset(name: str, models: list[Model], created: int) -> VoiceObject:
 
 
 def described(voice: StoredVoice, models: list[Model]) -> VoiceObject:
-    speakers = [model.id for model in models if model.reference_s is not None]
+    speakers = [model.id for model in models if can_speak_in(voice, model)]
     return VoiceObject(
         voice.name, voice.name, voice.created_at, "audio_sample", speakers, voice.duration_s, voice.ref_text
     )
+
+
+def can_speak_in(voice: StoredVoice, model: Model) -> bool:
+    """Whether a model can use an uploaded voice."""
+    if model.reference_s is None or (model.needs_transcript and voice.ref_text is None):
+        return False
+    shortest_s, longest_s = model.reference_s
+    return shortest_s <= voice.duration_s <= longest_s
 
 
 def no_voice(voice_id: str) -> HTTPException:
@@ -100,16 +108,30 @@ def reference_s(models: list[Model]) -> tuple[float, float]:
     return min(possible_s)[0], max(longest_s for _, longest_s in possible_s)
 
 
+def check_words(ref_text: str | None, models: list[Model]) -> None:
+    """Check that a served model takes a recording without its words, if none are given. Raises the refusal."""
+    cloners = [model for model in models if model.reference_s is not None]
+    if not (ref_text or "").strip() and all(model.needs_transcript for model in cloners):
+        names = ", ".join(repr(model.id) for model in cloners)
+        message = f"ref_text is missing: {names} cannot clone a recording without its words"
+        raise refusal(400, message, "ref_text", "missing_field")
+
+
 async def decoded(sample: bytes, possible_s: tuple[float, float], server: Server) -> AudioClip:
     """Decode an uploaded sample. Raises the refusal."""
-    max_bytes = server.limits.reference_bytes
-    if len(sample) > max_bytes:
-        message = f"audio_sample has {len(sample)} bytes; this server takes up to {max_bytes}"
-        raise refusal(413, message, "audio_sample", "body_too_large")
+    check_size(sample, "audio_sample", server)
     try:
         return await server.references.decoded(lambda: sample, possible_s)
     except ValueError as error:
         raise unusable(error) from None
+
+
+def check_size(recording: bytes, field: str, server: Server) -> None:
+    """Check the size of a recording in a form. Raises the refusal."""
+    max_bytes = server.limits.reference_bytes
+    if len(recording) > max_bytes:
+        message = f"{field} has {len(recording)} bytes; this server takes up to {max_bytes}"
+        raise refusal(413, message, field, "body_too_large")
 
 
 def unusable(error: ValueError) -> HTTPException:

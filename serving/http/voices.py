@@ -70,6 +70,19 @@ def clean_name(name: str) -> str:
     return clean
 
 
+def is_clean(name: str) -> bool:
+    """Whether a name is valid and has the form in which it is stored."""
+    try:
+        return clean_name(name) == name
+    except ValueError:
+        return False
+
+
+def named(voice: StoredVoice, name: str) -> StoredVoice:
+    """Return a voice under the name of its directory, which somebody may have copied or renamed."""
+    return msgspec.structs.replace(voice, name=name)
+
+
 def without_marks(text: str) -> str:
     """Remove vowel signs and other combining marks, which belong to the letters of many scripts."""
     return "".join(character for character in text if unicodedata.category(character)[0] != "M")
@@ -83,12 +96,11 @@ class Voices:
         self.max_voices = max_voices
 
     def names(self) -> list[str]:
+        """Return the names of the voices. Other directories, such as lost+found, are not voices."""
         if not self.directory.is_dir():
             return []
         return sorted(
-            entry.name
-            for entry in os.scandir(self.directory)
-            if not entry.name.startswith(".") and entry.is_dir()
+            entry.name for entry in os.scandir(self.directory) if is_clean(entry.name) and entry.is_dir()
         )
 
     def list(self) -> list[StoredVoice]:
@@ -132,37 +144,43 @@ class Voices:
         Raises ValueError for an invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._locate)
 
-    def _open(self, name: str, read: Callable[[int], T]) -> T | None:
-        """Call `read` with a voice's open directory. It reads that directory even if the name now means
-        another voice."""
+    def _open(self, name: str, read: Callable[[str, int], T]) -> T | None:
+        """Call `read` with the name of a voice and its open directory. It reads that directory even if the
+        name now means another voice. A voice that this process may not read counts as damaged."""
         try:
             place = os.open(self.directory / name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             return None
+        except PermissionError as error:
+            raise self._damaged(name, error) from None
         try:
-            return read(place)
-        except (FileNotFoundError, Damaged) as error:
+            return read(name, place)
+        except (FileNotFoundError, PermissionError, Damaged) as error:
             if not is_at(place, self.directory / name):  # removed in the meantime
                 return None
-            log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
-            raise Damaged(f"the stored voice {name!r} is damaged; upload it again, or remove it") from None
+            raise self._damaged(name, error) from None
         finally:
             os.close(place)
 
-    def _read(self, place: int) -> tuple[StoredVoice, AudioClip]:
-        return unpacked(read_at(place, VOICE_FILE))
+    def _damaged(self, name: str, error: Exception) -> Damaged:
+        log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
+        return Damaged(f"the stored voice {name!r} is damaged; upload it again, or remove it")
 
-    def _locate(self, place: int) -> tuple[StoredVoice, StoredClip]:
+    def _read(self, name: str, place: int) -> tuple[StoredVoice, AudioClip]:
+        voice, sample = unpacked(read_at(place, VOICE_FILE))
+        return named(voice, name), sample
+
+    def _locate(self, name: str, place: int) -> tuple[StoredVoice, StoredClip]:
         """The samples are read only if their name is not in the header."""
         header = self._header(place)
-        recording = header.recording or recording_of(self._read(place)[1])
-        directory = str(self.directory_of(header.voice))
-        clip = StoredClip(recording, header.samples.shape[0], header.sample_rate_hz, directory)
-        return header.voice, clip
+        recording = header.recording or recording_of(self._read(name, place)[1])
+        voice = named(header.voice, name)
+        directory = str(self.directory_of(voice))
+        return voice, StoredClip(recording, header.samples.shape[0], header.sample_rate_hz, directory)
 
-    def _look(self, place: int) -> StoredVoice:
+    def _look(self, name: str, place: int) -> StoredVoice:
         """Return the voice from the header and the size of its file, without reading the samples."""
-        return self._header(place).voice
+        return named(self._header(place).voice, name)
 
     def _header(self, place: int) -> Header:
         with open(os.open(VOICE_FILE, os.O_RDONLY, dir_fd=place), "rb") as file:
@@ -194,11 +212,11 @@ class Voices:
         """Rename a voice and return it, or None if no voice has the old name. For a moment both names
         exist. Raises ValueError for an invalid name, Taken, Damaged, OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
-        found = self._open(name, lambda place: (*self._read(place), encoded_at(place)))
+        found = self._open(name, lambda name, place: (*self._read(name, place), encoded_at(place)))
         if found is None or name == new_name:
             return found and found[0]
         voice, sample, encoded = found
-        voice = msgspec.structs.replace(voice, name=new_name)
+        voice = named(voice, new_name)
         self._write(voice, encoded | {VOICE_FILE: packed(voice, sample)})
         self.remove(name)
         return voice

@@ -14,7 +14,8 @@ from serving.http.errors import TRANSCRIPTIONS
 from serving.http.keys import admit
 from serving.http.schemas import TranscriptionRequest
 from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
-from serving.http.transcription import Transcription, check, warnings_of
+from serving.http.transcription import Transcription, check, drop_ignored
+from serving.http.uploads import check_size
 
 RESPONSES = {
     200: ResponseSpec(dict[str, Any], description="OpenAI's transcription, or with stream its events"),
@@ -35,8 +36,10 @@ async def transcribe(
     """Write the words of a recording, with a model that can (`transcript` in its `outputs`)."""
     model, warnings = server.transcribing_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused
-    check(data)
+    form = await request.form()
+    check(data, form)
+    warnings += drop_ignored(data, dict.fromkeys(form), model, server)
     admit(0)
     file = await data.file.read()
-    given_id = request.state.get("request_id")
-    return Transcription(server, data, file, model, given_id, [*warnings, *warnings_of(data)])
+    check_size(file, "file", server)
+    return Transcription(server, data, file, model, request.state.get("request_id"), warnings)

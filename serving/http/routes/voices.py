@@ -19,6 +19,7 @@ from serving.http.uploads import (
     as_wav,
     check_is_uploaded,
     check_name,
+    check_words,
     decoded,
     described,
     no_voice,
@@ -59,6 +60,7 @@ async def add_voice(
     models = server.models
     possible_s = reference_s(models)
     check_name(data.name, models)
+    check_words(data.ref_text, models)
     sample = await data.audio_sample.read()
     clip = await run_while_connected(decoded(sample, possible_s, server), request.receive)
     try:

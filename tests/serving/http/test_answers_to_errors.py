@@ -222,6 +222,11 @@ def test_unknown_routes_and_methods(server):
     )
 
 
+def test_an_unknown_path_below_the_schema_is_an_error_like_any_other(server):
+    assert error(server.http.get("/schema/nothing"), 404)["code"] == "not_found"
+    assert server.http.get("/schema/openapi.json").status_code == 200
+
+
 def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
     fault = error(server.speak("frames 1", model="tts-2"), 404)
     assert (fault["param"], fault["code"]) == ("model", "model_not_found") and "fake" in fault["message"]

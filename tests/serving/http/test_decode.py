@@ -83,7 +83,7 @@ def test_recordings_of_phones_and_browsers_are_read(form, codec):
 
 WAV = sound(NOISE)
 BAD = {
-    "nothing": (b"", "format is not supported"),
+    "nothing": (b"", "it is empty"),
     "text": (b"Good morning, this is no audio.", "format is not supported"),
     "a playlist": (b"#EXTM3U\nhttp://127.0.0.1/secret.wav\n", "format is not supported"),
     "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "format is not supported"),

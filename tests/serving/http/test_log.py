@@ -124,6 +124,22 @@ def test_every_refused_item_of_a_batch_is_one_line(server, monkeypatch, id):
     assert all(line["id"] == id and line["path"] == "/v1/audio/speech/batch" for line in refused)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda server: server.speak("full"),
+        lambda server: server.speak("frames 1", voice="nobody"),
+        lambda server: server.http.post("/v1/audio/voices"),
+        lambda server: server.http.get("/nothing"),
+        lambda server: server.http.post("/v1/audio/speech/batch", json={"items": [{"input": ""}]}),
+    ],
+    ids=["by the engine", "by the voice", "upload", "route", "item"],
+)
+def test_a_refused_request_is_logged_with_the_id_of_its_answer(server, ask):
+    answer = ask(server)
+    assert line(server).items() >= {"event": "refused", "id": answer.headers["x-request-id"]}.items()
+
+
 def test_a_refused_utterance_of_a_session_is_one_line(server):
     url = server.url.replace("http", "ws") + "/v1/audio/speech/stream"
     with connect(url, additional_headers={"x-request-id": "mine"}) as socket:

@@ -79,6 +79,12 @@ def test_references_can_be_sent_in_other_forms(server):
     assert reached(server) == ([], None)  # the real engine would refuse it
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_base64_may_have_line_breaks(server, end):
+    text = base64.encodebytes(base64.b64decode(BASE64)).decode().replace("\n", end)
+    assert reached(server, ref_audio=text)[0] == [Reference(CLIP)]
+
+
 def test_models_say_whether_they_take_references(server):
     cloner, fake = server.http.get("/v1/models").json()["data"]
     # The model's limits, narrowed by the server's.
@@ -91,7 +97,7 @@ BAD = {
     "no base64": ({"ref_audio": "hello!"}, "ref_audio", "neither a data URL nor base64"),
     "not ASCII": ({"ref_audio": "ä" * 8}, "ref_audio", "neither a data URL nor base64"),
     "a file's name": ({"ref_audio": "file:///etc/passwd"}, "ref_audio", "this server reads no files"),
-    "nothing": ({"ref_audio": ""}, "ref_audio", "format is not supported"),
+    "nothing": ({"ref_audio": ""}, "ref_audio", "it is empty"),
     "no audio": (
         {"ref_audio": base64.b64encode(b"Good morning.").decode()},
         "ref_audio",
@@ -214,6 +220,13 @@ def test_several_references_reach_the_engine(choir):
     assert first == Reference(CLIP, "a", "[S1]")
     assert (second.transcript, second.speaker, second.clip.duration_s) == ("b", "[S2]", 0.5)
     assert len(reached(choir, references=[{"audio": SHORT}] * 16)[0]) == 16
+
+
+def test_a_speaker_may_be_a_number(choir):
+    [first, second], _ = reached(
+        choir, references=[{"audio": SHORT, "speaker": 0}, {"audio": SHORT, "speaker": "1"}]
+    )
+    assert (first.speaker, second.speaker) == ("0", "1")
 
 
 def test_the_wrong_one_of_several_references_is_named(choir):

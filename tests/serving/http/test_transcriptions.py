@@ -1,11 +1,13 @@
 """Transcriptions through OpenAI's own client, with a fake engine (fake_engine.py)."""
 
+import msgspec
 import openai
 import pytest
 from fake_engine import ANSWERER, MODEL, TRANSCRIBER
 from http_server import Server, error
 from uploads import NOISE, RATE_HZ, recording
 
+from serving.http.names import Names
 from serving.settings import Limits
 
 PATH = "/v1/audio/transcriptions"
@@ -14,7 +16,7 @@ WORDS = "Guten Morgen."
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    where, limits = tmp_path_factory.mktemp("t"), Limits(reference_s=3)
+    where, limits = tmp_path_factory.mktemp("t"), Limits(reference_s=3, reference_bytes=500_000)
     with Server(where, models=[MODEL, ANSWERER, TRANSCRIBER], limits=limits) as server:
         yield server
 
@@ -92,7 +94,10 @@ def test_openais_names_mean_the_only_model_that_can(client, server):
         ({"response_format": "srt"}, 400, "response_format", "no model gives times"),
         ({"response_format": "png"}, 400, "response_format", "invalid enum value"),
         ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]", "no model gives times"),
+        ({"timestamp_granularities": "word"}, 400, "timestamp_granularities", "no model gives times"),
         ({"include[]": "logprobs"}, 400, "include[]", "no model gives probabilities"),
+        ({"include": "logprobs"}, 400, "include", "no model gives probabilities"),
+        ({"file": bytes(500_001)}, 413, "file", "has 500001 bytes; this server takes up to 500000"),
         ({"temperature": "3"}, 400, "temperature", "from 0"),
         ({"file": b"noise"}, 400, "file", "cannot be used"),
         ({"file": None}, 400, "file", "missing"),
@@ -106,6 +111,31 @@ def test_what_cannot_be_transcribed_is_refused(server, fields, status, param, me
     answer = server.http.post(PATH, data={"model": "transcriber", **fields}, files=files)
     refused = error(answer, status)
     assert refused["param"] == param and message in refused["message"], refused
+
+
+def test_fields_without_a_meaning_are_ignored_with_a_warning(server):
+    files = {"file": ("a.wav", recording())}
+    answer = server.http.post(PATH, data={"vad_filter": "true", "seed": "5"}, files=files)
+    assert answer.json()["text"] == WORDS
+    for name in ("vad_filter", "seed"):
+        assert f"field '{name}' has no meaning here; it is ignored" in answer.headers["x-warning"]
+
+
+def test_a_model_without_a_choice_of_languages_ignores_the_language(tmp_path):
+    with Server(tmp_path, models=[msgspec.structs.replace(TRANSCRIBER, languages=[])]) as server:
+        data = {"language": "en", "response_format": "verbose_json"}
+        answer = server.http.post(PATH, data=data, files={"file": ("a.wav", recording())})
+        assert asked(server).request.language is None
+    assert answer.json()["language"] == "unknown"
+    assert "has no choice of a language; language is ignored" in answer.headers["x-warning"]
+
+
+def test_a_strict_server_refuses_what_others_ignore(tmp_path):
+    with Server(tmp_path, models=[TRANSCRIBER], names=Names(is_strict=True)) as server:
+        answer = server.http.post(PATH, data={"seed": "5"}, files={"file": ("a.wav", recording())})
+        refused = error(answer, 400)
+    assert (refused["param"], refused["code"]) == ("seed", "unknown_field")
+    assert "the fields are: file, model, language" in refused["message"]
 
 
 def test_a_server_without_such_a_model_says_so(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from shell import ROOT, zoo
 from uploads import NOISE, RATE_HZ, recording, stored, upload
 
 from serving import voice_file
-from serving.http.voices import Taken, TooMany, Voices, default_directory
+from serving.http.voices import Taken, TooMany, Voices, default_directory, is_at
 from serving.protocol import AudioClip
 from serving.voice_file import Damaged, StoredVoice
 from zoo.request import recording_name
@@ -255,6 +256,40 @@ def test_a_damaged_voice_is_reported_and_can_be_replaced(store, capsys, how):
     assert store.remove("bert")
 
 
+def test_a_copied_directory_is_a_voice_of_its_name(store):
+    kept = store.add("anna", CLIP)
+    shutil.copytree(store.directory / "anna", store.directory / "bert")
+    copy = msgspec.structs.replace(kept, name="bert")
+    assert store.list() == [kept, copy] and store.load("bert") == (copy, CLIP)
+    voice, clip = store.find("bert")
+    assert voice == copy and clip.directory == str(store.directory / "bert")
+
+
+@pytest.mark.parametrize("name", ["lost+found", "Upper", "two words", os.fsdecode(b"not utf-8 \xff")])
+def test_a_directory_with_an_invalid_name_is_not_a_voice(store, name):
+    store.add("anna", CLIP)
+    shutil.copytree(store.directory / "anna", store.directory / name)
+    assert store.names() == ["anna"] and store.survey()[1] == []
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_a_voice_of_another_user_does_not_hide_the_others(store, monkeypatch, what):
+    def refuse(path, *arguments, **more):
+        name = "voice.safetensors" if what == "file" else store.directory / "bert"
+        if path == name and (what == "directory" or is_at(more["dir_fd"], store.directory / "bert")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return really(path, *arguments, **more)
+
+    for name in ("anna", "bert"):
+        store.add(name, CLIP)
+    really = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    whole, damaged = store.survey()
+    assert [voice.name for voice in whole] == ["anna"] and damaged == ["bert"]
+    with pytest.raises(Damaged, match="'bert' is damaged"):
+        store.find("bert")
+
+
 def test_a_new_voice_reads_no_other_one(store, capsys):
     store.add("anna", CLIP)
     (store.directory / "anna" / "voice.safetensors").write_bytes(b"x")
@@ -418,6 +453,16 @@ def test_a_full_store_can_rename(store):
     for name in "abcde":
         store.add(name, CLIP)
     assert store.rename("a", "f") is not None and store.names() == ["b", "c", "d", "e", "f"]
+
+
+def test_a_damaged_voice_leaves_the_json_of_the_command_readable(store):
+    for name in ("anna", "bert"):
+        store.add(name, CLIP)
+    damage(store, "half")
+    done = zoo("voices", "list", "--json", "--voices-dir", store.directory)
+    found = json.loads(done.stdout)
+    assert [voice["name"] for voice in found["voices"]] == ["anna"] and found["damaged"] == ["bert"]
+    assert "bert is damaged: voice.safetensors has" in done.stderr
 
 
 BAD_COMMANDS = [

@@ -115,6 +115,25 @@ def test_a_voice_of_the_wrong_length_is_refused_for_that_model(tmp_path):
     assert fault["param"] == "voice" and "it lasts 2 s; it must last 0.1 to 1.5 s" in fault["message"]
 
 
+def test_models_of_a_voice_are_those_that_can_use_it(tmp_path):
+    short = msgspec.structs.replace(CLONER, id="short", reference_s=(0.1, 1.5))
+    reader = msgspec.structs.replace(CLONER, id="reader", needs_transcript=True)
+    with Server(tmp_path, models=[CLONER, short, reader, MODEL]) as server:
+        assert upload(server, "anna").json()["models"] == ["cloner"]
+        assert upload(server, "bert", ref_text="What I say.").json()["models"] == ["cloner", "reader"]
+        assert [voice["models"] for voice in uploaded(server)] == [["cloner"], ["cloner", "reader"]]
+        fault = error(server.speak("frames 1", model="reader", voice="anna"), 400)
+    assert fault["param"] == "voice" and "upload it again with ref_text" in fault["message"]
+
+
+def test_models_that_need_the_words_get_no_voice_without_them(tmp_path):
+    reader = msgspec.structs.replace(CLONER, id="reader", needs_transcript=True)
+    with Server(tmp_path, models=[reader, MODEL]) as server:
+        fault = error(upload(server, ref_text=" "), 400)
+        assert fault["param"] == "ref_text" and "'reader' cannot clone a recording" in fault["message"]
+        assert uploaded(server) == [] and upload(server, ref_text="What I say.").status_code == 200
+
+
 def test_rejections_of_a_stored_voice_name_the_field_voice(server):
     upload(server)
     for param in ("references", "transcript", "voice"):
@@ -232,7 +251,8 @@ FORMS = [
         "type",
         "type takes audio_sample",
     ),
-    ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
+    ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name is given more than once"),
+    ({"files": {"name": b"x", "audio_sample": b"x"}}, "name", "name is a file, not a text; name takes"),
     (
         {"data": {"name": "x", "audio_sample": "x"}, "files": {"ref_text": (None, "x")}},
         "audio_sample",
