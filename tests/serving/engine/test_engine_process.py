@@ -1,7 +1,6 @@
 """The engine process's side of the protocol, with an engine that does what the test says."""
 
 import asyncio
-import errno
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ from toy import Toy
 
 from serving import protocol, supervisor
 from serving.audio.pcm import pcm16
-from serving.engine import connections, disk_full, loading
+from serving.engine import connections, loading
 from serving.engine.connections import Bridge
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
 from serving.engine.wire import describe, request_of
@@ -464,34 +463,6 @@ def until_listening(path):
         assert time.monotonic() < end, "the engine process does not listen"
         time.sleep(0.05)
     return path
-
-
-FULL_DISKS = [
-    OSError(errno.ENOSPC, "No space left on device", "/x"),
-    RuntimeError("g++ failed:\n/usr/bin/ld: final link failed: No space left on device"),
-]
-
-
-@pytest.mark.parametrize("error", FULL_DISKS)
-def test_a_full_disk_is_one_line(error, capsys, monkeypatch):
-    monkeypatch.setenv("ZOO_CACHE_DIR", "/some/cache")
-
-    def compile_it():
-        try:
-            raise error
-        except (OSError, RuntimeError):
-            raise KeyError("inductor")  # noqa: B904
-
-    with pytest.raises(SystemExit) as end, disk_full.one_line_if_full():
-        compile_it()
-    assert end.value.code == disk_full.REFUSED
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("zoo: no room to compile: the disk of /some/cache or of ")
-
-
-def test_other_errors_than_a_full_disk_are_raised():
-    with pytest.raises(KeyError), disk_full.one_line_if_full():
-        raise KeyError("else")
 
 
 # text that arrives while a request speaks

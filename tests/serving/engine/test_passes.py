@@ -1,5 +1,4 @@
-"""Answers of several passes, long text, text that arrives while the model speaks, and turns of a
-conversation."""
+"""Answers of several passes, long text, and text that arrives while the model speaks."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from masquerade import LateStream, masquerade
-from models import Clock, Listener, alone, family, manners, serve
+from grid_engine import LAGS, TEXT, TOY, asked, engine, run
+from models import Listener, alone, family, manners, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
@@ -25,28 +24,6 @@ from zoo.contract import following
 from zoo.contract.family import pieces_of
 from zoo.loop import speak_pass
 from zoo.request import Request, RequestError
-
-TOY = family("toy_grid")
-TEXT = "Once there was a small house near the river."
-LAGS = pytest.mark.parametrize("report_lag", [0, 1])
-
-
-def engine(model: zoo.Family = TOY, **settings) -> Engine:
-    return Engine(model, **{"max_slots": 2, "compile": False, "report_lag": 0, "clock": Clock(), **settings})
-
-
-def asked(**fields) -> Request:
-    return Request(**{"text": TEXT, "seed": 3, "max_frames": 30, **fields})
-
-
-def run(room: Engine) -> None:
-    """Until all have ended."""
-    for _ in range(3000):
-        if not room.num_requests:
-            return
-        if not room.turn():
-            time.sleep(0.001)
-    raise AssertionError("the engine does not come to an end")
 
 
 def close(listener: Listener, request: Request) -> None:
@@ -355,84 +332,6 @@ def test_tokens_of_an_earlier_pass_that_were_cached_count_once():
     [first], [second] = serve(room, {0: [request]}), serve(room, {0: [request]})
     assert "cached_tokens" not in first.end.usage
     assert second.end.usage["cached_tokens"] == 2 * PAGE_TOKENS  # one page of each pass
-
-
-# turns of a conversation
-
-
-@LAGS
-def test_the_next_turn_prefills_only_what_is_new(report_lag):
-    toy = GridToy()
-    room = engine(toy, report_lag=report_lag)
-    first, second = asked(conversation="one"), asked(text="And then?", seed=5, conversation="one")
-    serve(room, {0: [first]})
-    assert room.stats()["pages_shared"] == 0
-    [listener] = serve(room, {0: [second]})
-    assert room.stats()["pages_shared"] == (HEAD + 30) // PAGE_TOKENS
-
-    plain = GridToy()
-    zoo.generate(plain, first)
-    truth = zoo.generate(plain, second)
-    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
-    assert not torch.equal(truth.frames, zoo.generate(GridToy(), replace(second, conversation=None)).frames)
-
-
-def test_a_turn_is_indexed_as_far_as_reports_say_that_it_is_finite():
-    """The step in flight may give NaN."""
-    room = engine(GridToy(), report_lag=1)
-    room.speak("request", asked(), Listener())
-    room.turn()
-    [model] = room.models.values()
-    [job] = model.running.values()
-    while model.runner.kv_lens[job.slot] < 2 * PAGE_TOKENS:
-        room.turn()
-    assert len(job.prompt.prefix_keys) + model.num_ready(job.slot) == 2 * PAGE_TOKENS
-    model.publish_turn(job)
-    assert len(room.pages._page_of) == 1
-
-
-def test_a_turn_that_ends_while_its_stream_is_paused_is_kept():
-    """It is paused while the report of its last step is on its way, and others hold all pages."""
-    room = engine(GridToy(), report_lag=1)
-    first, second = asked(conversation="one"), asked(text="And then?", seed=5, conversation="one")
-    room.speak("first", first, Listener())
-    room.turn()
-    [model] = room.models.values()
-    [job] = model.running.values()
-    while model.runner.kv_lens[job.slot] < len(job.prompt.inputs) - 1 + job.prompt.max_frames:
-        room.turn()
-    assert not model.is_done(job.slot)
-    room.paging._pause(job)
-    others = room.pages.take(room.pages.free)
-    run(room)
-    room.pages.give_back(others)
-    [listener] = serve(room, {0: [second]})
-    plain = GridToy()
-    zoo.generate(plain, first)
-    truth = zoo.generate(plain, second)
-    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
-
-
-def test_a_turn_is_kept_on_the_stream_of_prompts(monkeypatch):
-    """The next turn's prompt reads it there."""
-    streams = []
-    end_turn = GridToy.end_turn
-    monkeypatch.setattr(
-        GridToy, "end_turn", lambda *given: streams.append(LateStream.current) or end_turn(*given)
-    )
-    with masquerade():
-        room = engine(GridToy(), report_lag=1)
-        room.speak("first", asked(conversation="one"), Listener())
-        LateStream.current = None
-        run(room)
-    assert streams == [room.arena.streams.prompts]
-
-
-def test_a_model_without_turns_refuses_conversations():
-    for field in ({"conversation": "one"}, {"turns": (zoo.Turn("user", "Hello."),)}):
-        with pytest.raises(RequestError, match="toy hum takes no") as refused:
-            engine(family("toy")).speak("request", asked(**field), Listener())
-        assert refused.value.param == next(iter(field))
 
 
 # long text
