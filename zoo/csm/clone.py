@@ -20,10 +20,9 @@ from zoo.checkpoint import loading
 from zoo.checkpoint.tensor_files import TensorFile, open_file
 from zoo.nn import mimi_encoder
 from zoo.nn.mimi import MimiConfig
-from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, mono_by_sinc
 
 FAMILY = "csm"
 REFERENCE_S = (0.1, 120.0)  # the model has positions for 163 s of speech and text
@@ -95,7 +94,6 @@ class Cloner:
         return self.references.get(name, lambda: self._encode(clip), file).codes
 
     def _encode(self, clip: AudioClip) -> Codes:
-        samples = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S))  # [N]
-        samples = resampled(samples, clip.sample_rate_hz, self.encoder.rate_hz)
+        samples = mono_by_sinc(clip, self.encoder.rate_hz, REFERENCE_S)  # [N]
         samples = F.pad(samples, (0, -len(samples) % self.encoder.config.frame_samples))
         return Codes(self.encoder(samples))

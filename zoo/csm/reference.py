@@ -22,8 +22,7 @@ from transformers import CsmForConditionalGeneration
 
 from zoo.csm.clone import REFERENCE_S
 from zoo.csm.voices import RANDOM, read
-from zoo.nn.resample import resampled
-from zoo.voices.references import mono
+from zoo.voices.references import mono_by_sinc
 
 NAME = "transformers 5.23"
 RATE_HZ = 24000
@@ -66,9 +65,7 @@ class Model:
         """Yield speaker, words and samples [N] of the voice's recording, or else of each reference."""
         voice = self.voices.get((request.get("voice") or RANDOM).lower())
         if voice is not None:
-            hz = voice.clip.sample_rate_hz
-            own = torch.from_numpy(mono(voice.clip, hz, REFERENCE_S))
-            samples = resampled(own, hz, RATE_HZ).numpy()
+            samples = mono_by_sinc(voice.clip, RATE_HZ, REFERENCE_S).numpy()
             yield request["options"].get("speaker", 0), voice.transcript or "", samples
         for reference in request.get("references", ()):
             clip = np.load(reference["clip"])

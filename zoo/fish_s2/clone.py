@@ -13,10 +13,9 @@ from torch import Tensor
 
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import SAMPLE_RATE_HZ
-from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Codes, EncodedFiles, encoder_key
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, mono_by_sinc
 
 FAMILY = "fish_s2"
 REFERENCE_S = (0.1, 60.0)  # the model card advises 10 to 30 s
@@ -40,6 +39,5 @@ class Cloner:
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> Codes:
-        samples = torch.tensor(mono(clip, clip.sample_rate_hz, REFERENCE_S), device=self.device)
-        samples = resampled(samples, clip.sample_rate_hz, SAMPLE_RATE_HZ)
+        samples = mono_by_sinc(clip, SAMPLE_RATE_HZ, REFERENCE_S).to(self.device)
         return Codes(self.codec.encode(samples[None])[0].cpu())

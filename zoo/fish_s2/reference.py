@@ -32,10 +32,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from zoo.fish_s2.config import CodecConfig, TransformerConfig
-from zoo.nn.resample import resampled
 from zoo.reference_script import answer, speed
 from zoo.request import AudioClip
-from zoo.voices.references import mono
+from zoo.voices.references import mono_by_sinc
 
 NAME = "fish-speech 0.1.0, vllm-omni 0.30.0"
 RATE_HZ = 44_100
@@ -387,8 +386,7 @@ def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
         clip, text = np.load(reference["clip"]), reference["transcript"] or ""
         recorded = AudioClip(clip["samples"], int(clip["rate_hz"]))
         # by `zoo`'s own copy of torchaudio's resampler, which the original uses
-        samples = torch.from_numpy(mono(recorded, recorded.sample_rate_hz, (0, 1000)))
-        samples = resampled(samples, recorded.sample_rate_hz, RATE_HZ)
+        samples = mono_by_sinc(recorded, RATE_HZ, (0, 1000))
         if reference.get("speaker") is not None and not re.search(SPEAKER, text):
             text = f"<|speaker:{reference['speaker']}|>{text}"
         made.append((text, samples))

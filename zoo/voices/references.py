@@ -9,8 +9,10 @@ from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from zoo.nn.resample import by_soxr
+from zoo.nn.resample import by_soxr, resampled
 from zoo.request import AudioClip, RequestError, recording_name
 
 RATES_HZ = (8_000, 192_000)
@@ -149,6 +151,12 @@ def mono(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float], field: str 
             f"{_noun(field)}'s loudest sample is {peak:.2g} times full scale; up to {LOUDEST:.2g} is possible",
         )
     return samples if clip.sample_rate_hz == rate_hz else by_soxr(samples, clip.sample_rate_hz, rate_hz)
+
+
+def mono_by_sinc(clip: AudioClip, rate_hz: int, clip_s: tuple[float, float]) -> Tensor:
+    """Return the same as `mono`, [N] on the CPU, resampled by the windowed sinc of torchaudio."""
+    samples = torch.tensor(mono(clip, clip.sample_rate_hz, clip_s))
+    return resampled(samples, clip.sample_rate_hz, rate_hz)
 
 
 def _noun(field: str) -> str:

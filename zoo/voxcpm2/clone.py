@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.nn.resample import resampled
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import Encoded, EncodedFiles, encoder_key
-from zoo.voices.references import References, content, mono
+from zoo.voices.references import References, content, mono, mono_by_sinc
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
 
@@ -87,8 +86,7 @@ class Cloner:
         rate_hz = self.config.vae.rate_hz
         if not self.config.is_first_generation:
             return mono(clip, rate_hz, self.reference_s)
-        samples = torch.from_numpy(mono(clip, clip.sample_rate_hz, self.reference_s))
-        return resampled(samples, clip.sample_rate_hz, rate_hz).numpy()
+        return mono_by_sinc(clip, rate_hz, self.reference_s).numpy()
 
     @torch.inference_mode()
     def spoken(self, frames: Tensor, continues: bool) -> EncodedReference:
