@@ -185,12 +185,15 @@ class LateStream(streams.Stream):
 
     def here(self) -> Any:
         """Run everything in the queue, so that later launches come after it."""
-        while self.queue:
-            self.do_next()
+        self.finish()
         LateStream.current = self
         return nullcontext()
 
     def borrow(self, tensor: Tensor) -> None: ...
+
+    def finish(self) -> None:
+        while self.queue:
+            self.do_next()
 
     def mark(self) -> Any:
         return self.queue[-1][1] if self.queue else None

@@ -39,7 +39,7 @@ class Composer:
         if prompt.is_final:
             job.passes.close()  # as in the intake
         self.check_room(job.model, prompt)
-        job.prompt_event = self.stream.mark()
+        self.stream.finish()  # as in the intake
         return prompt
 
     def close(self) -> None:

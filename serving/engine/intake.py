@@ -152,8 +152,9 @@ class Intake:
             if prompt.is_final:
                 passes.close()  # it holds the request, with all its recordings
             self.check_room(queued.model, prompt)
-            prompt_event = self.arena.streams.prompts.mark()
-            job = Job(queued, prompt, passes, prompt_event, writing=Writing(given.stop))
+            # Steps behind an encoder that is not done would keep all listeners waiting.
+            self.arena.streams.prompts.finish()
+            job = Job(queued, prompt, passes, writing=Writing(given.stop))
         except NotEncoded:
             comes_again = True
             raise

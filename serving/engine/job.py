@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from serving.engine.device.streams import AsyncCopy
@@ -123,7 +122,6 @@ class Job:
     request: QueuedRequest
     prompt: Prompt
     passes: Generator[Prompt, Tensor, None]
-    prompt_event: torch.cuda.Event | None = None  # behind the launches that make the prompt; None on a CPU
     arrival: int = -1  # in the order in which all models' requests came
     queued_s: float = 0.0  # when it began to wait for a slot
     slot: int = -1

@@ -215,7 +215,6 @@ class ModelWorker:
             is_final=job.prompt.is_final,
         )
         job.num_cached += skips[0]
-        self.runner.streams.lm.wait_for(job.prompt_event)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
         self.pages.open(job)
 

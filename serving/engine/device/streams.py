@@ -88,6 +88,13 @@ class Stream:
         event.record(self.cuda)
         return event
 
+    def finish(self) -> None:
+        """Wait, without using a processor, until all launches so far are done."""
+        if self.cuda is not None:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self.cuda)
+            event.synchronize()
+
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Order all later launches after the event. The host does not wait."""
         if self.cuda is not None and event is not None:

@@ -69,6 +69,19 @@ def test_a_next_pass_goes_before_waiting_requests():
     close(listeners[1], asked(seed=9))
 
 
+def test_a_prompt_is_handed_over_when_the_device_has_made_it(monkeypatch):
+    """Otherwise the steps of all listeners would wait for an encoder that other threads have launched."""
+    room = engine()
+    made: list[int] = []
+    news = room.inbox.news
+    monkeypatch.setattr(room.arena.streams.prompts, "finish", lambda: made.append(len(news.jobs)))
+    listener = Listener()
+    room.speak("first", asked(options={"echoes": 3}), listener)
+    assert made == [0]
+    run(room)
+    assert isinstance(listener.end, Finished) and len(made) == 3  # once a pass
+
+
 def long_texts(num: int, max_ttfa_s: float | None, slower: float = 1.0, **more) -> list[Heard]:
     """Texts of 29 s in five passes on as many slots; from second 8 on launches take `slower` times as
     long."""
