@@ -83,8 +83,8 @@ class HeldPages:
 
     lanes: list[list[int]] = field(default_factory=list)
     past: list[int] = field(default_factory=list)
-    saved: AsyncCopy | None = None
-    saved_past: AsyncCopy | None = None
+    saved: Sequence[AsyncCopy] | None = None
+    saved_past: Sequence[AsyncCopy] | None = None
     num_past: int = 0
     committed: int = 0
     num_skips: int = 0

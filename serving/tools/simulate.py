@@ -199,10 +199,10 @@ class SimulatedRunner:
     def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         return len(tokens)
 
-    def save(self, pages: Sequence[int]) -> Copy:
-        return self._launch("lm", self.cost.save_s * len(pages))
+    def save(self, pages: Sequence[int]) -> list[Copy]:
+        return [self._launch("lm", self.cost.save_s * len(pages))]
 
-    def restore(self, pages: Sequence[int], saved: Copy) -> None:
+    def restore(self, pages: Sequence[int], saved: Sequence[Copy]) -> None:
         self._launch("lm", self.cost.save_s * len(pages))
 
     def frames(self, slot: int, count: int) -> AsyncCopy:

@@ -14,6 +14,7 @@ from models import TOYS, Clock, Listener, directory, family
 
 import zoo
 from benchmarks.rehearsal import shapes
+from serving.engine.device import runner as devices
 from serving.engine.device.arena import CHUNK_PAGES, Arena, chunk_bytes, common_page_bytes
 from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
@@ -134,12 +135,28 @@ def test_a_past_is_saved_between_renders_and_later_steps_and_restored_after_thos
         runner.streams.renders.run(lambda: write(7))
         saved = runner.save_past([page])
         runner.streams.lm.run(lambda: write(9)).read()
-        assert (saved.read()[0] == 7).all()
+        assert (saved[0].read()[0] == 7).all()
         runner.streams.lm.run(lambda: write(8))
         runner.restore_past([page], saved)
         runner.streams.renders.run(lambda: (row,)).read()
         runner.streams.lm.here()
         assert (row == 7).all()
+
+
+def test_pages_are_saved_and_restored_in_pieces(monkeypatch):
+    """A whole stream at once would need as much memory again on the device."""
+    with masquerade():
+        runner = hummer()
+        monkeypatch.setattr(devices, "PIECE_BYTES", 2 * runner.arena.page_bytes)
+        pages = runner.arena.by_page
+        for page in range(len(pages)):
+            pages[page] = page
+        saved = runner.save([5, 1, 4])
+        assert [len(piece.tensors()[0]) for piece in saved] == [2, 1]
+        runner.restore([2, 6, 3], saved)
+        runner.streams.lm.here()
+        assert pages[:7, 0].tolist() == [0, 1, 5, 4, 4, 5, 1]
+        assert runner.save([]) == []
 
 
 def test_a_slot_with_fewer_pages_of_its_past_reads_none_of_the_old_ones():
