@@ -24,7 +24,7 @@ from serving.engine.intake import Intake
 from serving.engine.job import Job, QueuedRequest
 from serving.engine.memory.paging import Paging
 from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import IDLE_LOOK_S, MAX_SKIPS
+from serving.engine.schedule.numbers import LOOK_S, MAX_SKIPS
 from zoo.contract import Prompt
 from zoo.request import RequestError
 
@@ -58,6 +58,7 @@ class Lifecycle:
         self.max_stall_s = max_stall_s
         self.clock = clock
         self._arrivals = itertools.count()
+        self._looked_s = -math.inf  # at requests that may be late
 
     # news
 
@@ -199,7 +200,12 @@ class Lifecycle:
                 self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
 
     def refuse_late(self) -> None:
-        """End the requests in line that would now be heard much later than the limit."""
+        """End the requests in line that would now be heard much later than the limit. Looks at them every
+        LOOK_S."""
+        now_s = self.clock()
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
         for queued, full in self.intake.late():
             job = self.intake.known.get(queued.id)
             with self.inbox.lock:
@@ -233,7 +239,7 @@ class Lifecycle:
         stalls_in_s = self.stalls_in_s()
         if not any(model.queue.requests for model in self.models.values()):
             return stalls_in_s
-        return IDLE_LOOK_S if stalls_in_s is None else min(stalls_in_s, IDLE_LOOK_S)
+        return LOOK_S if stalls_in_s is None else min(stalls_in_s, LOOK_S)
 
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""

@@ -75,9 +75,9 @@ MAX_CORRECTION = 3.0
 """Factor by which predictions are corrected at most."""
 TRIAL_BUFFER_S = 0.3
 """Audio that every listener must have before one more stream is tried than estimates allow."""
-IDLE_LOOK_S = 0.1
-"""Time after which an engine without work looks again at the requests that wait: time alone may admit one, or
-make it late."""
+LOOK_S = 0.1
+"""Time from one look at the requests that wait to the next: time alone may make one late, or admit it to an
+engine without work. A look takes 7 us per request."""
 
 # Slots and pages
 

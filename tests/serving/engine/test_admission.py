@@ -343,6 +343,19 @@ def refused_late(meanwhile: Callable[[Simulation, QueuedRequest], None]) -> tupl
     return simulation, events
 
 
+def test_requests_in_line_are_looked_at_ten_times_a_second():
+    """A look at each of hundreds takes as long as a step on a GPU."""
+    simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 10.0})
+    clock, looks = simulation.clock, list[float]()
+    simulation.engine.intake.late = lambda: looks.append(clock.now_s) or []
+    iterations = 0
+    while clock.now_s < 1.0:
+        simulation.engine.turn()
+        clock.now_s += 0.004
+        iterations += 1
+    assert iterations > 200 and 9 <= len(looks) <= 11
+
+
 def test_a_request_whose_prompt_is_built_before_it_is_refused_is_spoken():
     def prepare(simulation: Simulation, queued: QueuedRequest) -> None:
         simulation.engine.prepare(queued, lambda: Request(text="x" * 60, seed=1))
