@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from litestar import Request, Response, delete, get, patch, post, route
+from litestar import Request, Response, delete, get, patch, post
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
@@ -69,18 +69,6 @@ async def add_voice(
     except ValueError as error:
         raise unusable(error) from None
     return described(voice, models)
-
-
-@route("/v1/audio/voices", http_method="OPTIONS", status_code=204, include_in_schema=False)
-async def voices_options() -> Response[None]:
-    """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
-    return Response(None, headers={"allow": "GET, OPTIONS, POST"})
-
-
-@route("/v1/audio/voices/{voice_id:str}", http_method="OPTIONS", status_code=204, include_in_schema=False)
-async def voice_options() -> Response[None]:
-    """Answer OPTIONS with all methods, as for the list."""
-    return Response(None, headers={"allow": "DELETE, OPTIONS, PATCH"})
 
 
 @delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})

@@ -348,7 +348,3 @@ def test_an_overlong_text_is_refused_with_its_field(tmp_path, field):
         fault = error(upload(server, **{"name": "anna", field: "x" * 5000}), 400)
         assert fault["param"] == field and len(fault["message"]) < 500
         assert server.http.get("/v1/audio/voices").json()["data"] == []
-
-
-def test_options_of_a_voice_name_every_method(server):
-    assert server.http.options("/v1/audio/voices/anna").headers["allow"] == "DELETE, OPTIONS, PATCH"
