@@ -205,39 +205,43 @@ class Voices:
             name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
         )
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._write(voice, {VOICE_FILE: packed(voice, sample)})
+        self._write(voice, packed(voice, sample))
         return voice
 
     def rename(self, name: str, new_name: str) -> StoredVoice | None:
-        """Rename a voice and return it, or None if no voice has the old name. For a moment both names
-        exist. Raises ValueError for an invalid name, Taken, Damaged, OSError."""
+        """Rename a voice and return it, or None if no voice has the old name. It writes no file, so it works on a
+        full disk. The encoders' files stay with the voice. Raises ValueError for an invalid name, Taken, Damaged,
+        OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
-        found = self._open(name, lambda name, place: (*self._read(name, place), encoded_at(place)))
+        found = self.load(name)
         if found is None or name == new_name:
             return found and found[0]
-        voice, sample, encoded = found
-        voice = named(voice, new_name)
-        self._write(voice, encoded | {VOICE_FILE: packed(voice, sample)})
-        self.remove(name)
-        return voice
+        try:
+            self._move(self.directory / name, new_name)
+        except FileNotFoundError:  # another process has renamed or removed it
+            return None
+        return named(found[0], new_name)
 
-    def _write(self, voice: StoredVoice, files: dict[str, bytes]) -> None:
+    def _write(self, voice: StoredVoice, file: bytes) -> None:
         """Raises Taken, OSError."""
         with self._new_place() as new:
-            for name, content in files.items():
-                (new / name).write_bytes(content)
-            try:
-                self._open(voice.name, self._look)
-            except Damaged:  # it is replaced
-                self.remove(voice.name)
-            try:
-                new.rename(self.directory / voice.name)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise Taken(
-                        f"voice {voice.name!r} already exists; remove it first, or choose another name"
-                    ) from None
-                raise
+            (new / VOICE_FILE).write_bytes(file)
+            self._move(new, voice.name)
+
+    def _move(self, place: Path, name: str) -> None:
+        """Let a directory of the store have the name of a voice. Raises Taken, OSError."""
+        try:
+            self._open(name, self._look)
+        except Damaged:  # it is replaced
+            self.remove(name)
+        try:
+            place.rename(self.directory / name)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise Taken(
+                    f"voice {name!r} already exists; remove it first, or choose another name"
+                ) from None
+            raise
 
     def remove(self, name: str) -> bool:
         """Remove a voice, and return whether it existed. Running requests are not affected. A request whose
@@ -285,12 +289,6 @@ class Voices:
             yield
         finally:
             os.close(place)
-
-
-def encoded_at(directory: int) -> dict[str, bytes]:
-    """Return the encoders' files of a voice, by file name. They do not contain the voice's name."""
-    names = [name for name in os.listdir(directory) if name.endswith(".safetensors") and name[0] != "."]
-    return {name: read_at(directory, name) for name in names if name != VOICE_FILE}
 
 
 def is_at(place: int, path: Path) -> bool:

@@ -449,6 +449,26 @@ def test_a_voice_can_be_renamed(store):
     assert store.names() == ["bert", "clara"] == sorted(os.listdir(store.directory))
 
 
+def test_a_voice_can_be_renamed_on_a_full_disk(store, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = store.add("anna", CLIP)
+    monkeypatch.setattr(os, "mkdir", fail)
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    assert store.rename("anna", "bert") == msgspec.structs.replace(kept, name="bert")
+    assert store.load("bert")[1] == CLIP and store.names() == ["bert"]
+
+
+def test_a_voice_that_is_renamed_elsewhere_at_the_same_moment_is_not_found(store, monkeypatch):
+    store.add("anna", CLIP)
+    load = store.load
+    monkeypatch.setattr(
+        store, "load", lambda name: (load(name), store._move(store.directory / name, "clara"))[0]
+    )
+    assert store.rename("anna", "bert") is None and store.names() == ["clara"]
+
+
 def test_a_full_store_can_rename(store):
     for name in "abcde":
         store.add(name, CLIP)
