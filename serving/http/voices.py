@@ -44,6 +44,7 @@ from serving.voice_file import (
 )
 
 MAX_NAME_CHARS = 50
+DEFAULT = "default"  # the alias of the voice for requests that name none
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
 SILENT = 1e-3  # a peak of -60 dBFS
 
@@ -66,6 +67,18 @@ def clean_name(name: str) -> str:
         raise ValueError(
             f"{name[:80]!r} is not a valid name for a voice; use up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', "
             "and do not begin with '-' or '.'"
+        )
+    return clean
+
+
+def new_name(name: str) -> str:
+    """Return the name for a voice as it is stored. Raises ValueError, also for the name that means no voice in
+    particular."""
+    clean = clean_name(name)
+    if clean == DEFAULT:
+        raise ValueError(
+            f"{DEFAULT!r} cannot be the name of a voice: it means the voice of requests that name none, which "
+            f"zoo serve --alias-voice {DEFAULT}=NAME chooses; choose another name"
         )
     return clean
 
@@ -195,7 +208,7 @@ class Voices:
     ) -> StoredVoice:
         """Store a voice. Raises ValueError for an invalid name or a silent sample, Taken, TooMany, and
         OSError for a disk that is full or not writable."""
-        name = clean_name(name)
+        name = new_name(name)
         samples = np.frombuffer(sample.samples, "<f4")
         if not np.abs(samples).max() >= SILENT:  # or is NaN
             raise ValueError(f"the sample is silent: its peak is {np.abs(samples).max():.2g} of full scale")
@@ -208,19 +221,19 @@ class Voices:
         self._write(voice, packed(voice, sample))
         return voice
 
-    def rename(self, name: str, new_name: str) -> StoredVoice | None:
+    def rename(self, name: str, other: str) -> StoredVoice | None:
         """Rename a voice and return it, or None if no voice has the old name. It writes no file, so it works on a
         full disk. The encoders' files stay with the voice. Raises ValueError for an invalid name, Taken, Damaged,
         OSError."""
-        name, new_name = clean_name(name), clean_name(new_name)
+        name, other = clean_name(name), new_name(other)
         found = self.load(name)
-        if found is None or name == new_name:
+        if found is None or name == other:
             return found and found[0]
         try:
-            self._move(self.directory / name, new_name)
+            self._move(self.directory / name, other)
         except FileNotFoundError:  # another process has renamed or removed it
             return None
-        return named(found[0], new_name)
+        return named(found[0], other)
 
     def _write(self, voice: StoredVoice, file: bytes) -> None:
         """Raises Taken, OSError."""

@@ -95,6 +95,15 @@ def test_valid_names_are_accepted(store, name):
     assert store.has(name) and store.load(name)[1] == CLIP
 
 
+def test_the_name_of_the_default_voice_is_refused(store):
+    store.add("anna", CLIP)
+    with pytest.raises(ValueError, match="--alias-voice default=NAME"):
+        store.add("Default", CLIP)
+    with pytest.raises(ValueError, match="--alias-voice default=NAME"):
+        store.rename("anna", "default")
+    assert store.names() == ["anna"]
+
+
 def test_names_that_look_the_same_are_the_same(store):
     store.add("Zoë", CLIP)
     assert store.has("zoe\u0308")

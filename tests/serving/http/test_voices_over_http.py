@@ -299,6 +299,7 @@ def test_a_voice_can_be_renamed_over_http(server):
     assert error(renamed(server, "anna", "dora"), 404)["code"] == "voice_not_found"
     assert error(renamed(server, "clara", "vivian"), 409)["code"] == "voice_exists"
     assert error(renamed(server, "clara", "a/b"), 400)["param"] == "name"
+    assert error(renamed(server, "clara", "default"), 400)["param"] == "name"
     assert "not an uploaded one" in error(renamed(server, "vivian", "x"), 400)["message"]
     upload(server, "bert")
     assert error(renamed(server, "clara", "bert"), 409)["param"] == "name"
