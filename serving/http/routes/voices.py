@@ -12,9 +12,10 @@ from litestar.params import Body
 
 from serving.http.disconnect import run_while_connected
 from serving.http.held_body import held_body
+from serving.http.keys import admit
 from serving.http.objects import ErrorBody, VoiceDeleted, VoiceList, VoiceObject
 from serving.http.schemas import VoiceName, VoiceUpload
-from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.uploads import (
     as_wav,
     check_is_uploaded,
@@ -49,7 +50,7 @@ async def list_voices(request: Request[Any, Any, Any], server: Server) -> VoiceL
 @post(
     "/v1/audio/voices",
     status_code=200,
-    responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS},
+    responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **LIMITED, **REFUSALS},
 )
 async def add_voice(
     data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)],
@@ -61,6 +62,7 @@ async def add_voice(
     possible_s = reference_s(models)
     check_name(data.name, models)
     check_words(data.ref_text, models)
+    admit(0)
     sample = await data.audio_sample.read()
     clip = await run_while_connected(decoded(sample, possible_s, server), request.receive)
     try:
