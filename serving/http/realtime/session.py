@@ -12,7 +12,6 @@ an error and has no other effect. socket.py lists the close codes.
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from typing import Any
 
@@ -35,7 +34,7 @@ from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFie
 from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
-from serving.http.references import check_duration
+from serving.http.references import check_duration, from_base64
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
 
@@ -330,6 +329,6 @@ class Session:
 def unpacked(audio: str) -> bytes:
     """Raises the refusal."""
     try:
-        return base64.b64decode(audio, validate=True)
+        return from_base64(audio)
     except ValueError:
         raise refusal(400, "the audio is not base64", "audio", "invalid_audio") from None
