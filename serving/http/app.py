@@ -37,6 +37,7 @@ from serving.http.bodies import LargeBodies, check_encoding
 from serving.http.errors import answer_error, log_lost_session
 from serving.http.listener import Listener
 from serving.http.names import Names
+from serving.http.options import options_of
 from serving.http.routes import api_page
 from serving.http.routes import playground as page
 from serving.http.routes import works as work_routes
@@ -50,7 +51,6 @@ from serving.http.routes.elevenlabs import (
     speak_whole_with_times,
 )
 from serving.http.routes.models import list_choices, list_models, one_model
-from serving.http.routes.options import options_of
 from serving.http.routes.pronunciations import list_pronunciations, replace_pronunciations
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session

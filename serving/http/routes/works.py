@@ -16,7 +16,7 @@ from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
 from serving.http.foreign_fields import translated
 from serving.http.objects import ErrorBody
-from serving.http.routes.options import options_of
+from serving.http.options import options_of
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.works.schemas import WORKS, WorkDeleted, WorkList, WorkObject, WorkUpload
 from serving.http.works.works import Works, options_in
