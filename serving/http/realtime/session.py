@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Send
 
@@ -37,6 +38,7 @@ from serving.http.recordings import digest
 from serving.http.references import check_duration, from_base64
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
+from serving.http.voices import SILENT
 
 PATH = REALTIME
 
@@ -200,7 +202,9 @@ class Session:
 
     async def _turn(self, pcm: bytes, id: str) -> tuple[Item, str | None]:
         """Make audio an item. Return it, and the ID of the one before it. Raises the refusal."""
-        item = Item("user", clip=await self._clip(pcm), id=id)
+        clip = await self._clip(pcm)
+        check_is_heard(clip, None)
+        item = Item("user", clip=clip, id=id)
         return item, self.conversation.add(item)
 
     async def _tell_turn(self, item: Item, previous: str | None) -> None:
@@ -252,6 +256,7 @@ class Session:
             check_duration(clip, (LEAST_S, longest_s))
         except ValueError as error:
             raise refusal(400, f"the audio cannot be used: {error}", "item.content") from None
+        check_is_heard(clip, "item.content")
         return clip
 
     async def _truncate(self, event: events.Truncate) -> None:
@@ -324,6 +329,14 @@ class Session:
         if self.is_answering and self.response is not None and self.answering is not None:
             self.response.interrupt(reason)
             await asyncio.wait((self.answering,))
+
+
+def check_is_heard(clip: protocol.AudioClip, param: str | None) -> None:
+    """Raise the refusal for silence. No model takes it, so every later answer of the conversation would fail."""
+    peak = np.abs(np.frombuffer(clip.samples, "<f4")).max()
+    if peak < SILENT:
+        message = f"the audio is silent: its loudest sample is {peak:.2g} of full scale"
+        raise refusal(400, message, param, "invalid_audio")
 
 
 def unpacked(audio: str) -> bytes:

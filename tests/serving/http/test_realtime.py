@@ -347,6 +347,24 @@ def test_a_refused_commit_leaves_the_audio_in_the_buffer(server, monkeypatch):
         assert client.error()["code"] == "input_audio_buffer_commit_empty"
 
 
+def test_silence_is_refused_and_later_turns_are_answered(server):
+    with talking(server) as client:
+        client.say(bytes(24_000))
+        client.send("input_audio_buffer.commit", event_id="mine")
+        error = client.error()
+        assert (error["event_id"], error["code"]) == ("mine", "invalid_audio")
+        assert "is silent" in error["message"]
+        part = {"type": "input_audio", "audio": base64.b64encode(bytes(24_000)).decode()}
+        client.send(CREATE, item={**MESSAGE, "content": [part]})
+        assert client.error()["param"] == "item.content"
+        client.say(pcm(0.5))
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        assert client.answer()[-1]["response"]["status"] == "completed"
+    [turn] = asked(server).turns
+    assert abs(turn.clip.duration_s - 1) < 0.01
+
+
 def test_only_one_answer_at_a_time(server, held):
     with talking(server) as client:
         half_told(server, client)
