@@ -283,6 +283,11 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return protocol.Request(self.input, seed=seed, max_frames=self.max_new_tokens, **given)
 
     @property
+    def encoding(self) -> tuple[int | None, float, int | None, float | None]:
+        """Return the arguments of `encode.Encoder` and `encode.file` that come after the model's rate."""
+        return self.sample_rate, self.speed, self.bit_rate, self.loudness
+
+    @property
     def listener(self) -> protocol.Listener:
         """Return the listener. A whole file has reproducible bytes; for a stream, early audio matters
         more."""
