@@ -524,6 +524,9 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     n: Annotated[Literal[1] | None, Meta(description="1: there is one answer")] = None
     user: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    safety_identifier: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    prompt_cache_key: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="accepted and ignored")] = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Meta(max_length=4)] | None,
         Meta(description="up to 4 strings of 1 to 256 characters; the answer ends before the first of them"),
