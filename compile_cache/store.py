@@ -78,7 +78,8 @@ def _add(tar: tarfile.TarFile, place: Path, name: str) -> None:
 
 
 def take_in(root: Path, file: Path) -> list[Path]:
-    """Import the entries of a tar file that do not exist yet. Returns their names relative to the root.
+    """Import the entries of a tar file that do not exist yet, or none if one is damaged. Returns their names
+    relative to the root.
 
     The entries are code that runs as the server's user, so import only files from people who may run code
     here. Raises ValueError for a file that `export` did not write, and OSError.
@@ -95,10 +96,13 @@ def take_in(root: Path, file: Path) -> list[Path]:
             raise ValueError(f"{file} is not an exported cache: {reason}") from None
         if is_foreign:
             raise ValueError(f"{file} is not an exported cache: it has other files and no entry")
-        for made in _places(Path(temporary)):
-            name = made.relative_to(temporary)
+        places = list(_places(Path(temporary)))
+        for made in places:  # all of them before the first is kept
             if why := damage(made):
+                name = made.relative_to(temporary)
                 raise ValueError(f"{file} is not an exported cache: in {name}, {why}")
+        for made in places:
+            name = made.relative_to(temporary)
             place = root / name
             make_levels(place.parent)
             with locked(place, fcntl.LOCK_EX):

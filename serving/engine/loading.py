@@ -57,6 +57,8 @@ def load(
             family = zoo.load(directory, device, dtype, **how)
             family.spec = replace(family.spec, name=f"model {name!r}")  # in messages to clients
             families[name] = family
+        if chunked and not family.is_chunked:
+            log.info(f"--chunked changes nothing for model {name!r}: it streams without it")
     return families
 
 

@@ -37,6 +37,7 @@ from serving.http.bodies import LargeBodies, check_encoding
 from serving.http.errors import answer_error, log_lost_session
 from serving.http.listener import Listener
 from serving.http.names import Names
+from serving.http.options import options_of
 from serving.http.routes import api_page
 from serving.http.routes import playground as page
 from serving.http.routes import works as work_routes
@@ -50,11 +51,7 @@ from serving.http.routes.elevenlabs import (
     speak_whole_with_times,
 )
 from serving.http.routes.models import list_choices, list_models, one_model
-from serving.http.routes.pronunciations import (
-    list_pronunciations,
-    pronunciations_options,
-    replace_pronunciations,
-)
+from serving.http.routes.pronunciations import list_pronunciations, replace_pronunciations
 from serving.http.routes.realtime import converse
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.signed_urls import sign_link, speak_link
@@ -68,8 +65,6 @@ from serving.http.routes.voices import (
     preview_voice,
     remove_voice,
     rename_voice,
-    voice_options,
-    voices_options,
 )
 from serving.http.routes.vox_serve import add_text, end_stream, generate, hear_stream, start_stream
 from serving.http.server import Server, check_key
@@ -179,6 +174,7 @@ def guarded_routes(limits: Limits, security: Security, works: WorksSettings) -> 
     speech = Router(
         "/",
         route_handlers=[
+            *([options_of(speak, speak_link)] if security.speech_urls else []),
             speak,
             speak_batch,
             complete,
@@ -195,9 +191,9 @@ def guarded_routes(limits: Limits, security: Security, works: WorksSettings) -> 
     uploads = Router(
         "/",
         route_handlers=[
-            voices_options,
+            options_of(list_voices, add_voice),
             add_voice,
-            pronunciations_options,
+            options_of(list_pronunciations, replace_pronunciations),
             list_pronunciations,
             replace_pronunciations,
             transcribe,
@@ -221,7 +217,7 @@ def guarded_routes(limits: Limits, security: Security, works: WorksSettings) -> 
         list_voices,
         list_voices_in_their_form,
         preview_voice,
-        voice_options,
+        options_of(rename_voice, remove_voice),
         rename_voice,
         remove_voice,
         add_text,

@@ -23,6 +23,9 @@ MARKS = (
     (4, b"ftyp", "mp4"),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
+CUT_OFF = (
+    "mp3"  # of a file that begins like none: a part of an MP3 file, in which FFmpeg looks for the first frame
+)
 KNOWN = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), AAC, M4A/MP4, WebM or AIFF"
 
 
@@ -39,13 +42,12 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     if not data:
         raise ValueError("it is empty")
     form = container(data[:16])
-    if form is None:
-        raise ValueError(f"its audio format is not supported; use {KNOWN}")
     samples = bytearray()
     num_decoded = 0
     try:
         # We name the container because FFmpeg's guess might be a playlist, which names other files.
-        with av.open(io.BytesIO(data), "r", format=form, options={"protocol_whitelist": ""}) as file:
+        options = {"protocol_whitelist": ""}
+        with av.open(io.BytesIO(data), "r", format=form or CUT_OFF, options=options) as file:
             if not file.streams.audio:
                 raise ValueError("it contains no audio")
             stream = file.streams.audio[0]
@@ -70,6 +72,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     except MemoryError:  # one of FFmpeg's errors, and Python's own
         raise
     except av.FFmpegError as error:
+        if form is None:
+            raise ValueError(f"its audio format is not supported; use {KNOWN}") from None
         raise ValueError(f"it cannot be read as {form} audio: {error.strerror}") from None
     if not samples:
         raise ValueError("it contains no audio")

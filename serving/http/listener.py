@@ -391,6 +391,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         given = given_id(scope)
+        id = given or new_id()  # of an answer without one
         scope["state"]["request_id"] = given
         is_started = False
 
@@ -400,7 +401,7 @@ class Guard:
                 is_started = True
                 headers = dict(message["headers"])
                 if given is not None or b"x-request-id" not in headers:
-                    headers[b"x-request-id"] = (given or new_id()).encode()
+                    headers[b"x-request-id"] = id.encode()
                 if b"allow" in headers:
                     headers[b"allow"] = whole_allow(headers[b"allow"])
                 if ANY not in self.origins:
@@ -408,7 +409,7 @@ class Guard:
                 message["headers"] = list(headers.items())
             await send(message)
 
-        if (wrong := self.foreign(scope)) is not None:
+        if (wrong := self.foreign(scope, id)) is not None:
             return await answer(begin, 403, wrong, "foreign")
         inner = cast(HTTPScope, dict(scope))
         if inner["method"] == "HEAD":
@@ -422,21 +423,22 @@ class Guard:
 
     async def guard_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a WebSocket. Browsers let pages of any site open one and read its messages."""
-        if (wrong := self.foreign(scope)) is not None:
-            return await deny(send, 403, wrong, "foreign")
+        id = given_id(scope) or new_id()
+        if (wrong := self.foreign(scope, id)) is not None:
+            return await deny(send, 403, wrong, "foreign", id)
         if scope["path"].rstrip("/") not in SOCKETS:
             message = f"{cut(scope['path'])} is no WebSocket; these are: {', '.join(SOCKETS)}"
             return await deny(send, 404, message, "not_found")
         scope["state"]["request_id"] = given_id(scope)
         await self.app(scope, receive, send)
 
-    def foreign(self, scope: Scope) -> str | None:
+    def foreign(self, scope: Scope, id: str) -> str | None:
         """Return why a request may have been forged through a browser, or None if it looks genuine. A forged
-        one is logged and counted."""
+        one is logged with its ID and counted."""
         headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"]}
         why = self.foreign_host(headers.get(b"host", "")) or self.foreign_page(headers)
         if why is not None:
-            log.info("refused", path=cut(scope["path"]), status=403, error=why, code="foreign")
+            log.info("refused", id=id, path=cut(scope["path"]), status=403, error=why, code="foreign")
             self.metrics.foreign.inc()
         return why
 
@@ -492,23 +494,25 @@ def whole_allow(methods: bytes) -> bytes:
     return b", ".join(sorted(names))
 
 
-async def answer(send: Send, status: int, message: str, code: str | None) -> None:
-    """Send an error without Litestar."""
+async def answer(send: Send, status: int, message: str, code: str | None, id: str | None = None) -> None:
+    """Send an error without Litestar. id: of the request, if the log has it."""
     body = error_body(status, message, code)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
         headers.append((b"retry-after", b"1"))
+    if id is not None:
+        headers.append((b"x-request-id", id.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def deny(send: Send, status: int, message: str, code: str | None) -> None:
-    """Refuse to open a WebSocket, with an error as the answer to its HTTP request."""
+async def deny(send: Send, status: int, message: str, code: str | None, id: str | None = None) -> None:
+    """Refuse to open a WebSocket, with an error as the answer to its HTTP request. id: as in `answer`."""
 
     async def instead(part: Message) -> None:
         await send(cast(Message, {**part, "type": f"websocket.{part['type']}"}))
 
-    await answer(instead, status, message, code)
+    await answer(instead, status, message, code, id)
 
 
 def error_body(status: int, message: str, code: str | None) -> bytes:

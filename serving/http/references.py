@@ -192,9 +192,14 @@ def unpack(text: str, max_bytes: int) -> bytes:
         raise ValueError(f"it has about {len(text) * 3 // 4} bytes; this server takes up to {max_bytes}")
     try:
         pieces = range(0, len(text), PIECE_CHARS)
-        return b"".join(base64.b64decode(text[at : at + PIECE_CHARS], validate=True) for at in pieces)
+        return b"".join(from_base64(text[at : at + PIECE_CHARS]) for at in pieces)
     except ValueError:
         raise ValueError("it is neither a data URL nor base64") from None
+
+
+def from_base64(text: str) -> bytes:
+    """Decode base64, also without the padding at its end. Raises ValueError."""
+    return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
 
 
 def without_breaks(text: str) -> str:

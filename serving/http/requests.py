@@ -35,6 +35,18 @@ FOREIGN = frozenset(
         *("backend",),
     )
 )
+# developers.openai.com/api/reference/resources/chat: fields that chat completions lack here, with the values that
+# change nothing
+OPENAI_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
@@ -48,9 +60,12 @@ class ForgetfulRequest(Request[Any, Any, Any]):
         body = await super().json()
         if isinstance(body, dict) and self._json is not self.translated:
             body = translated(body, is_strict=self.app.state.server.names.is_strict)
-            body = {name: value for name, value in body.items() if not is_default(name, value)}
+            body = {name: value for name, value in body.items() if not self.is_default(name, value)}
             self._json = self.translated = body
         return body
+
+    def is_default(self, name: str, value: object) -> bool:
+        return is_default(name, value)
 
     async def take_json(self) -> Any:
         """Return the body and drop every other reference to it."""
@@ -58,6 +73,13 @@ class ForgetfulRequest(Request[Any, Any, Any]):
         self._body = self._connection_state.body = b""
         self._json = self.translated = self._connection_state.json = None
         return body
+
+
+class ConversationRequest(ForgetfulRequest):
+    """The same for a conversation. Clients may send OpenAI's default for a field that this server lacks."""
+
+    def is_default(self, name: str, value: object) -> bool:
+        return value is None or (name in OPENAI_DEFAULTS and value in OPENAI_DEFAULTS[name])
 
 
 def request_of(

@@ -283,6 +283,11 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return protocol.Request(self.input, seed=seed, max_frames=self.max_new_tokens, **given)
 
     @property
+    def encoding(self) -> tuple[int | None, float, int | None, float | None]:
+        """Return the arguments of `encode.Encoder` and `encode.file` that come after the model's rate."""
+        return self.sample_rate, self.speed, self.bit_rate, self.loudness
+
+    @property
     def listener(self) -> protocol.Listener:
         """Return the listener. A whole file has reproducible bytes; for a stream, early audio matters
         more."""
@@ -519,6 +524,9 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     n: Annotated[Literal[1] | None, Meta(description="1: there is one answer")] = None
     user: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    safety_identifier: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    prompt_cache_key: Annotated[Words | None, Meta(description="accepted and ignored")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="accepted and ignored")] = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Meta(max_length=4)] | None,
         Meta(description="up to 4 strings of 1 to 256 characters; the answer ends before the first of them"),

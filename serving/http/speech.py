@@ -86,14 +86,7 @@ class Speech:
         self.lexicon = server.lexicon(request, model, voice)
         self.is_sse = request.stream_format == "sse"
         try:
-            self.encoder = encode.Encoder(
-                request.response_format,
-                model.sample_rate_hz,
-                request.sample_rate,
-                request.speed,
-                request.bit_rate,
-                request.loudness,
-            )
+            self.encoder = encode.Encoder(request.response_format, model.sample_rate_hz, *request.encoding)
         except ValueError as error:
             raise refusal(wrong("sample_rate"), f"sample_rate: {error}", "sample_rate") from None
         self.began = time.perf_counter()
@@ -366,15 +359,8 @@ class Speech:
         return await asyncio.get_running_loop().run_in_executor(ENCODING, step, *args)
 
     def file(self) -> bytes:
-        return encode.file(
-            self.request.response_format,
-            bytes(self.pcm),
-            self.model.sample_rate_hz,
-            self.request.sample_rate,
-            self.request.speed,
-            self.request.bit_rate,
-            self.request.loudness,
-        )
+        form, rate_hz = self.request.response_format, self.model.sample_rate_hz
+        return encode.file(form, bytes(self.pcm), rate_hz, *self.request.encoding)
 
     async def send_audio(self, send: Send, audio: bytes) -> None:
         """Send audio, and the headers before it. Encoders hold some audio back, so it may be empty."""

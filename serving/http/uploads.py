@@ -15,7 +15,7 @@ from serving.http.errors import refusal
 from serving.http.objects import Entry, Model, VoiceList, VoiceObject
 from serving.http.server import Server
 from serving.http.voice_choice import is_own, possible_voices
-from serving.http.voices import Taken, TooMany, clean_name
+from serving.http.voices import Taken, TooMany, new_name
 from serving.protocol import AudioClip
 from serving.voice_file import Damaged, StoredVoice
 
@@ -91,7 +91,7 @@ def check_name(name: str, models: list[Model]) -> None:
     if any(is_own(model.voices, name) for model in models):
         raise refusal(409, f"{name!r} is a voice of the model; choose another name", "name", "voice_exists")
     try:
-        clean_name(name)
+        new_name(name)
     except ValueError as error:
         raise refusal(400, str(error), "name") from None
 

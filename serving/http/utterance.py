@@ -160,14 +160,7 @@ class Utterance:
         self.number, self.server, self.settings, self.seed = number, server, settings, seed
         self.send_event, self.send_bytes = send_event, send_bytes
         request, model = settings.request, settings.model
-        self.encoder = encode.Encoder(
-            request.response_format,
-            model.sample_rate_hz,
-            request.sample_rate,
-            request.speed,
-            request.bit_rate,
-            request.loudness,
-        )
+        self.encoder = encode.Encoder(request.response_format, model.sample_rate_hz, *request.encoding)
         self.began_s = time.perf_counter()
         self.ended_s: float | None = None  # when its text was complete
         self.heard_s: float | None = None  # when its first audio was sent

@@ -25,10 +25,9 @@ from serving.http.errors import cut, refusal
 from serving.http.names import Names
 from serving.http.objects import Model
 from serving.http.schemas import CLIENT_FIELD, SpeechRequest
-from serving.http.voices import Voices
+from serving.http.voices import DEFAULT, Voices
 from zoo.request import MAX_SHARES, is_mix, names_in, with_own_names
 
-DEFAULT = "default"  # the alias of the voice for requests that name none
 MAX_NAMES = 20  # in a message
 MAX_MIXED = MAX_SHARES + 1  # so that the engine refuses larger mixes
 # developers.openai.com/api/docs/guides/text-to-speech

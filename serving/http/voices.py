@@ -44,6 +44,7 @@ from serving.voice_file import (
 )
 
 MAX_NAME_CHARS = 50
+DEFAULT = "default"  # the alias of the voice for requests that name none
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
 SILENT = 1e-3  # a peak of -60 dBFS
 
@@ -66,6 +67,18 @@ def clean_name(name: str) -> str:
         raise ValueError(
             f"{name[:80]!r} is not a valid name for a voice; use up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', "
             "and do not begin with '-' or '.'"
+        )
+    return clean
+
+
+def new_name(name: str) -> str:
+    """Return the name for a voice as it is stored. Raises ValueError, also for the name that means no voice in
+    particular."""
+    clean = clean_name(name)
+    if clean == DEFAULT:
+        raise ValueError(
+            f"{DEFAULT!r} cannot be the name of a voice: it means the voice of requests that name none, which "
+            f"zoo serve --alias-voice {DEFAULT}=NAME chooses; choose another name"
         )
     return clean
 
@@ -195,7 +208,7 @@ class Voices:
     ) -> StoredVoice:
         """Store a voice. Raises ValueError for an invalid name or a silent sample, Taken, TooMany, and
         OSError for a disk that is full or not writable."""
-        name = clean_name(name)
+        name = new_name(name)
         samples = np.frombuffer(sample.samples, "<f4")
         if not np.abs(samples).max() >= SILENT:  # or is NaN
             raise ValueError(f"the sample is silent: its peak is {np.abs(samples).max():.2g} of full scale")
@@ -205,39 +218,43 @@ class Voices:
             name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
         )
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._write(voice, {VOICE_FILE: packed(voice, sample)})
+        self._write(voice, packed(voice, sample))
         return voice
 
-    def rename(self, name: str, new_name: str) -> StoredVoice | None:
-        """Rename a voice and return it, or None if no voice has the old name. For a moment both names
-        exist. Raises ValueError for an invalid name, Taken, Damaged, OSError."""
-        name, new_name = clean_name(name), clean_name(new_name)
-        found = self._open(name, lambda name, place: (*self._read(name, place), encoded_at(place)))
-        if found is None or name == new_name:
+    def rename(self, name: str, other: str) -> StoredVoice | None:
+        """Rename a voice and return it, or None if no voice has the old name. It writes no file, so it works on a
+        full disk. The encoders' files stay with the voice. Raises ValueError for an invalid name, Taken, Damaged,
+        OSError."""
+        name, other = clean_name(name), new_name(other)
+        found = self.load(name)
+        if found is None or name == other:
             return found and found[0]
-        voice, sample, encoded = found
-        voice = named(voice, new_name)
-        self._write(voice, encoded | {VOICE_FILE: packed(voice, sample)})
-        self.remove(name)
-        return voice
+        try:
+            self._move(self.directory / name, other)
+        except FileNotFoundError:  # another process has renamed or removed it
+            return None
+        return named(found[0], other)
 
-    def _write(self, voice: StoredVoice, files: dict[str, bytes]) -> None:
+    def _write(self, voice: StoredVoice, file: bytes) -> None:
         """Raises Taken, OSError."""
         with self._new_place() as new:
-            for name, content in files.items():
-                (new / name).write_bytes(content)
-            try:
-                self._open(voice.name, self._look)
-            except Damaged:  # it is replaced
-                self.remove(voice.name)
-            try:
-                new.rename(self.directory / voice.name)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise Taken(
-                        f"voice {voice.name!r} already exists; remove it first, or choose another name"
-                    ) from None
-                raise
+            (new / VOICE_FILE).write_bytes(file)
+            self._move(new, voice.name)
+
+    def _move(self, place: Path, name: str) -> None:
+        """Let a directory of the store have the name of a voice. Raises Taken, OSError."""
+        try:
+            self._open(name, self._look)
+        except Damaged:  # it is replaced
+            self.remove(name)
+        try:
+            place.rename(self.directory / name)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise Taken(
+                    f"voice {name!r} already exists; remove it first, or choose another name"
+                ) from None
+            raise
 
     def remove(self, name: str) -> bool:
         """Remove a voice, and return whether it existed. Running requests are not affected. A request whose
@@ -285,12 +302,6 @@ class Voices:
             yield
         finally:
             os.close(place)
-
-
-def encoded_at(directory: int) -> dict[str, bytes]:
-    """Return the encoders' files of a voice, by file name. They do not contain the voice's name."""
-    names = [name for name in os.listdir(directory) if name.endswith(".safetensors") and name[0] != "."]
-    return {name: read_at(directory, name) for name in names if name != VOICE_FILE}
 
 
 def is_at(place: int, path: Path) -> bool:

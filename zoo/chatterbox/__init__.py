@@ -36,7 +36,7 @@ def load(
 
     from zoo.chatterbox import weights
     from zoo.chatterbox.clone import Cloner, read_voice
-    from zoo.chatterbox.config import open_first, open_s3gen, open_t3
+    from zoo.chatterbox.config import VOICE_ENCODER_FILES, open_first, open_s3gen, open_t3
     from zoo.chatterbox.model import Chatterbox
     from zoo.chatterbox.prompt import PromptWriter
     from zoo.checkpoint import loading
@@ -68,7 +68,7 @@ def load(
     file = weights.folded(weights.part(s3gen, "speaker_encoder."))
     loading.load_file(encoders.timbre, weights.names.campplus(), file, device, fp32)
     hint = "; take that of ResembleAI/chatterbox"
-    file = open_first(directory, *weights.VOICE_ENCODER_FILES, hint=hint)
+    file = open_first(directory, *VOICE_ENCODER_FILES, hint=hint)
     file = weights.without(file, weights.UNREAD_OF_VOICE)
     loading.load_file(encoders.voice, weights.voice_encoder(), file, device, fp32)
 

@@ -40,6 +40,7 @@ TITLES = {
 # Any other one is Multilingual tuned for one language, such as t3_pt_br.safetensors.
 PACKS = "t3_*.safetensors"
 FIRST_MULTILINGUAL = "t3_23lang.safetensors"
+VOICE_ENCODER_FILES = ("ve.safetensors", "ve.pt")
 BEGIN, END = NUM_CODES, NUM_CODES + 1  # of speech, in the table of codes
 HEAD_DIM = 64
 EPS = 1e-5
@@ -95,6 +96,14 @@ class Config:
     @property
     def is_turbo(self) -> bool:
         return self.kind == "turbo"
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The name of the text's tokenizer. Turbo has GPT-2's files instead."""
+        assert not self.is_turbo, "Turbo has no file of this kind"
+        if self.kind == "english":
+            return "tokenizer.json"
+        return "mtl_tokenizer.json" if self.keeps_case else "grapheme_mtl_merged_expanded_v1.json"
 
     @classmethod
     def read(cls, directory: Path) -> Config:

@@ -125,7 +125,6 @@ class Chatterbox(Family[ChatterboxState]):
         self.writer, self.voice, self.cloner = writer, voice, cloner
         self.dtype, self.device = dtype_of(t3.head), t3.head.weight.device
         self.voice_rows: References[VoiceRows] = References()
-        self.is_chunked = False
 
     def render_in_chunks(self) -> None:
         self.is_chunked = True

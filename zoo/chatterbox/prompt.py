@@ -26,11 +26,6 @@ START, STOP, UNKNOWN, SPACE = "[START]", "[STOP]", "[UNK]", "[SPACE]"
 CONTROL = (START, STOP, UNKNOWN, SPACE)
 MAX_TEXT_TOKENS = 2048
 PIECE_S = 12.0  # first audio comes when a piece has been rendered, so pieces are short
-TOKENIZER_FILES = {
-    "english": "tokenizer.json",
-    "multilingual": "grapheme_mtl_merged_expanded_v1.json",
-}
-FIRST_TOKENIZER = "mtl_tokenizer.json"  # of the first Multilingual
 # Replaced in this order. Turbo keeps the marks of TURBO_KEEPS.
 REPLACED = (
     ("...", ", "),
@@ -166,8 +161,7 @@ class PromptWriter:
         if config.is_turbo:
             self.tokenize = Gpt2Tokenizer(directory, rows)
         else:
-            name = FIRST_TOKENIZER if config.keeps_case else TOKENIZER_FILES[config.kind]
-            self.tokenize = TextTokenizer(directory / name, rows, config.title)
+            self.tokenize = TextTokenizer(directory / config.tokenizer_file, rows, config.title)
 
     def __call__(self, request: Request) -> list[int]:
         text = normalized(request.text.strip(), self.config)

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.chatterbox.config import Config, t3_file
-from zoo.checkpoint.tensor_files import open_file
+from zoo.chatterbox.config import VOICE_ENCODER_FILES, Config, open_first, open_s3gen, open_t3
+from zoo.checkpoint.tensor_files import TensorFile
 from zoo.nn.s3.sizes import FRAME_SAMPLES, NUM_CODES
 from zoo.reference_script import answer, speed
 
@@ -63,8 +63,7 @@ RATE_HZ, MELS = 24_000, 80
 SMALLEST = 1e-30  # stands for a cfg_weight of 0, with which the reference fails
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
-    file = open_file(path)
+def tensors(file: TensorFile) -> dict[str, Tensor]:
     return {name: file.read(name) for name in file.headers}
 
 
@@ -94,7 +93,7 @@ def make_t3(directory: Path, config: Config) -> T3:
         patch.object(cond_enc, "Perceiver", perceiver),
     ):
         t3 = T3(hp)
-    t3.load_state_dict(tensors(directory / t3_file(directory)))
+    t3.load_state_dict(tensors(open_t3(directory)))
     return t3.eval()
 
 
@@ -124,9 +123,9 @@ def make_s3gen(directory: Path, config: Config) -> s3gen.S3Token2Wav:
         heard = {"base_channels": vocoder.channels, "nb_harmonics": vocoder.harmonics - 1}
         stack.enter_context(smaller("HiFTGenerator", **heard))
         model = s3gen.S3Token2Wav(meanflow=config.is_turbo)
-    name = "s3gen_meanflow.safetensors" if config.is_turbo else "s3gen.safetensors"
-    missing = set(model.load_state_dict(tensors(directory / name), strict=False).missing_keys)
-    assert missing <= {"tokenizer.window"}, f"{name} lacks {sorted(missing)}"
+    file = open_s3gen(directory)
+    missing = set(model.load_state_dict(tensors(file), strict=False).missing_keys)
+    assert missing <= {"tokenizer.window", "tokenizer._mel_filters"}, f"{file.path} lacks {sorted(missing)}"
     return model.eval()
 
 
@@ -138,7 +137,7 @@ class Model:
         self.directory = directory
         t3, codes_to_samples = make_t3(directory, self.config), make_s3gen(directory, self.config)
         voice_encoder = VoiceEncoder()
-        voice_encoder.load_state_dict(tensors(directory / "ve.safetensors"))
+        voice_encoder.load_state_dict(tensors(open_first(directory, *VOICE_ENCODER_FILES)))
         kinds: dict[str, Any] = {"english": tts, "multilingual": mtl_tts, "turbo": tts_turbo}
         module = kinds[self.config.kind]
         conds = directory / "conds.pt"
@@ -210,11 +209,14 @@ def quiet() -> Iterator[None]:
 
 def make_tokenizer(directory: Path, config: Config) -> Any:
     if config.kind == "english":
-        return EnTokenizer(str(directory / "tokenizer.json"))
+        return EnTokenizer(str(directory / config.tokenizer_file))
     if config.kind == "multilingual":
         local = str(directory / "Cangjie5_TC.json")
         with patch.object(tokenizer_module, "hf_hub_download", lambda **_: local):
-            return MTLTokenizer(str(directory / "grapheme_mtl_merged_expanded_v1.json"))
+            tokenizer = MTLTokenizer(str(directory / config.tokenizer_file))
+        if config.keeps_case:  # as the first release, which had no lower case and no normal form
+            tokenizer.preprocess_text = lambda text, **_: text
+        return tokenizer
     from transformers import GPT2Tokenizer
 
     merges: Any = [tuple(line.split()) for line in (directory / "merges.txt").read_text().splitlines()[1:]]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from zoo.chatterbox.config import Config, T3Config
     from zoo.nn.s3.tokenizer import S3Config
 
-VOICE_ENCODER_FILES = ("ve.safetensors", "ve.pt")
 # In the files, and never read: tables of training, filters that we compute, counters.
 UNREAD = ("tfmr.embed_tokens.weight", "tfmr.wte.weight", "text_head.weight")
 UNREAD_OF_VOICE = ("similarity_weight", "similarity_bias")

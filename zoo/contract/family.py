@@ -44,6 +44,7 @@ class Family(nn.Module, ABC, Generic[S]):
     dtype: torch.dtype
     device: torch.device
     encoder_packages: tuple[str, ...] = ()  # that recordings need (zoo/nn/deferred.py)
+    is_chunked: bool = False  # whether `render_in_chunks` changed its samples
 
     # once, after loading
     def render_in_chunks(self) -> None:

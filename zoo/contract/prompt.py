@@ -115,18 +115,24 @@ def frame_cap(
     expected: int,
     extra_steps: int = 0,
     steps_per_frame: int | Fraction = 1,
+    num_text: int | None = None,
 ) -> int:
     """Return the most frames that a request may make when its prompt takes `num_positions`.
 
     That is the request's `max_frames`, or else as many of `expected` frames as fit; never more than
     `spec.max_frames`.
-    extra_steps: positions that the model takes in addition to those of its frames. Raises RequestError if the
-    frames do not fit.
+    extra_steps: positions that the model takes in addition to those of its frames. num_text: the positions of the
+    text to speak; None: all. Raises RequestError if the frames do not fit, for the field that takes most of the
+    positions.
     """
     room = (spec.max_positions - num_positions - extra_steps) // steps_per_frame
     wanted = min(expected, room) if request.max_frames is None else request.max_frames
     cap = min(spec.max_frames, wanted)
-    if not 1 <= cap <= room:
-        takes = f"the prompt takes {num_positions} positions and leaves room for {max(room, 0)} frames"
-        raise RequestError("text", f"{takes}; {max(cap, 1)} are asked for")
-    return cap
+    if 1 <= cap <= room:
+        return cap
+    others = num_positions - (num_positions if num_text is None else num_text)
+    is_recorded = bool(request.references) and 2 * others > num_positions
+    param = "max_frames" if room >= 1 else "references" if is_recorded else "text"
+    share = f", {others} of them for the references," if is_recorded else ""
+    takes = f"the prompt takes {num_positions} positions{share} and leaves room for {max(room, 0)} frames"
+    raise RequestError(param, f"{takes}; {max(cap, 1)} are asked for")

@@ -198,7 +198,7 @@ class CosyVoice2(Family[CosyVoice2State]):
 
     def _full(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
         keys, num_text = full((*script.before, *script.text), codes), len(script.text)
-        cap = frame_cap(self.spec, request, len(keys), MAX_CODES_PER_TOKEN * num_text)
+        cap = frame_cap(self.spec, request, len(keys), MAX_CODES_PER_TOKEN * num_text, num_text=num_text)
         return self._prompt(keys, cap, num_text, {"min_steps": MIN_CODES_PER_TOKEN * num_text})
 
     def _interleaved(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:

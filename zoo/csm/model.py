@@ -106,7 +106,7 @@ class Csm(Family[CsmState]):
         return Prompt(
             inputs=inputs,
             prefix_keys=prefix_keys,
-            max_frames=frame_cap(self.spec, request, len(prefix_keys), guard),
+            max_frames=frame_cap(self.spec, request, len(prefix_keys), guard, num_text=script.text_tokens),
             slot=self._slot(request, values),
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(prefix_keys)},
             conversation=request.conversation,

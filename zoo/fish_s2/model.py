@@ -135,12 +135,13 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         LM reads."""
         sampling = {name: values[name] for name in self.sampled}
         expected = min(DEFAULT_FRAMES, ceil(most_s(text) * self.spec.frame_rate_hz))
+        num_text = len(self.writer.tokenize(text))
         return Prompt(
             inputs=self.lm.read(read.to(self.device)),
             prefix_keys=column_keys(read, self.config),
-            max_frames=frame_cap(self.spec, request, len(read), expected),
+            max_frames=frame_cap(self.spec, request, len(read), expected, num_text=num_text),
             slot={"seed": seed, **sampling},
-            usage={"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)},
+            usage={"input_tokens": num_text, "prompt_positions": len(read)},
         )
 
     # on the host, at admission

@@ -86,7 +86,9 @@ class HiggsV3(Family[HiggsState]):
             inputs[ids < 0] = self.backbone.rows(script.reference.rows)
         guard = max(MIN_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens)
         delay = self.config.delay
-        max_frames = frame_cap(self.spec, request, len(script.ids), guard, extra_steps=delay)
+        max_frames = frame_cap(
+            self.spec, request, len(script.ids), guard, extra_steps=delay, num_text=script.text_tokens
+        )
         return Prompt(
             inputs=inputs,
             prefix_keys=script.keys,

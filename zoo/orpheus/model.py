@@ -137,7 +137,9 @@ class Orpheus(Family[OrpheusState]):
         script = self.writer(request, said)
         ids = torch.tensor(script.ids)
         guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
-        max_frames = frame_cap(self.spec, request, len(ids), guard, steps_per_frame=PLACES)
+        max_frames = frame_cap(
+            self.spec, request, len(ids), guard, steps_per_frame=PLACES, num_text=script.text_tokens
+        )
         seen = torch.zeros(self.config.vocabulary, dtype=torch.bool)
         seen[ids] = True
         return Prompt(

@@ -152,7 +152,9 @@ class Qwen3TTS(Family[Qwen3State]):
         return Prompt(
             inputs=self.talker.text(text) + rows,
             prefix_keys=tuple(key(text_id, codec_id, reference) for text_id, codec_id in script.pairs),
-            max_frames=frame_cap(self.spec, request, len(script.pairs), expected),
+            max_frames=frame_cap(
+                self.spec, request, len(script.pairs), expected, num_text=script.text_tokens
+            ),
             slot=self._slot(request, values, script),
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.pairs)},
             num_fed_steps=1 + len(script.trailing) if request.is_open else None,

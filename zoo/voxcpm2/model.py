@@ -154,7 +154,7 @@ class VoxCPM2(Family[VoxState]):
             inputs=rows,
             prefix_keys=keys(script),
             is_audio=is_audio,
-            max_frames=frame_cap(self.spec, request, len(script.ids), guard),
+            max_frames=frame_cap(self.spec, request, len(script.ids), guard, num_text=script.text_tokens),
             slot=slot,
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )

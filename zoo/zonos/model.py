@@ -130,7 +130,9 @@ class Zonos(Family[ZonosState]):
             for is_first in (True, False)
         )
         guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
-        max_frames = frame_cap(self.spec, request, len(first.inputs), guard, extra_steps=DELAY)
+        max_frames = frame_cap(
+            self.spec, request, len(first.inputs), guard, extra_steps=DELAY, num_text=script.num_text
+        )
         return Prompt(
             inputs=first.inputs,
             prefix_keys=first.prefix_keys,

@@ -193,11 +193,17 @@ POSSIBLE = {
     "item.role": "user, assistant and system",
     "output_modalities": '["audio"] and ["text"]',
     "max_output_tokens": 'a number from 1, and "inf"',
+    "speed": "0.25 to 1.5",
+    "prompt": "null: this server stores no prompts",
     "response.conversation": "auto and none",
     "session.type": "realtime",
     # of an event; the last one, because it is a part of others
     "type": "session.update, input_audio_buffer.append, .commit and .clear, conversation.item.create, .retrieve, "
     ".truncate and .delete, response.create and .cancel",
+}
+FIELDS = {
+    "session": ", ".join(SessionFields.__struct_fields__),
+    "response": ", ".join(ResponseFields.__struct_fields__),
 }
 _id_alone = msgspec.json.Decoder(Event)
 
@@ -210,7 +216,10 @@ def decoded(text: str) -> ClientEvent:
         what, _, where = str(error).partition(" - at `$.")
         field = where.rstrip("`") or None
         message = uncapitalized(what) if field is None else f"{field}: {uncapitalized(what)}"
-        message += next((f"; possible: {values}" for name, values in POSSIBLE.items() if name in where), "")
+        possible = next((values for name, values in POSSIBLE.items() if name in where), None)
+        if field in FIELDS and "unknown field" in what:
+            possible = FIELDS[field]
+        message += "" if possible is None else f"; possible: {possible}"
         raise refusal(400, cut(message, 300), field, "invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
         why = json_fault(text, error)

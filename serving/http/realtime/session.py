@@ -12,11 +12,11 @@ an error and has no other effect. socket.py lists the close codes.
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from typing import Any
 
 import msgspec
+import numpy as np
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Send
 
@@ -35,9 +35,10 @@ from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFie
 from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
-from serving.http.references import check_duration
+from serving.http.references import check_duration, from_base64
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
+from serving.http.voices import SILENT
 
 PATH = REALTIME
 
@@ -201,7 +202,9 @@ class Session:
 
     async def _turn(self, pcm: bytes, id: str) -> tuple[Item, str | None]:
         """Make audio an item. Return it, and the ID of the one before it. Raises the refusal."""
-        item = Item("user", clip=await self._clip(pcm), id=id)
+        clip = await self._clip(pcm)
+        check_is_heard(clip, None)
+        item = Item("user", clip=clip, id=id)
         return item, self.conversation.add(item)
 
     async def _tell_turn(self, item: Item, previous: str | None) -> None:
@@ -253,6 +256,7 @@ class Session:
             check_duration(clip, (LEAST_S, longest_s))
         except ValueError as error:
             raise refusal(400, f"the audio cannot be used: {error}", "item.content") from None
+        check_is_heard(clip, "item.content")
         return clip
 
     async def _truncate(self, event: events.Truncate) -> None:
@@ -327,9 +331,17 @@ class Session:
             await asyncio.wait((self.answering,))
 
 
+def check_is_heard(clip: protocol.AudioClip, param: str | None) -> None:
+    """Raise the refusal for silence. No model takes it, so every later answer of the conversation would fail."""
+    peak = np.abs(np.frombuffer(clip.samples, "<f4")).max()
+    if peak < SILENT:
+        message = f"the audio is silent: its loudest sample is {peak:.2g} of full scale"
+        raise refusal(400, message, param, "invalid_audio")
+
+
 def unpacked(audio: str) -> bytes:
     """Raises the refusal."""
     try:
-        return base64.b64decode(audio, validate=True)
+        return from_base64(audio)
     except ValueError:
         raise refusal(400, "the audio is not base64", "audio", "invalid_audio") from None

@@ -12,7 +12,7 @@ from serving.http.chat import Chat, check
 from serving.http.continuation import Continuation
 from serving.http.errors import CHAT
 from serving.http.keys import admit
-from serving.http.requests import ForgetfulRequest
+from serving.http.requests import ConversationRequest
 from serving.http.schemas import ChatRequest
 from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 
@@ -28,8 +28,8 @@ RESPONSES = {
 }
 
 
-@post(CHAT, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
-async def complete(data: ChatRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
+@post(CHAT, status_code=200, responses=RESPONSES, request_class=ConversationRequest)
+async def complete(data: ChatRequest, request: ConversationRequest, server: Server) -> ASGIApp:
     """Answer a conversation in text, or in text and speech; or continue a text or a clip."""
     model = server.writing_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from litestar import Response, get, put, route
+from litestar import Response, get, put
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.http.held_body import held_body
@@ -21,12 +21,6 @@ NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 async def list_pronunciations(server: Server) -> Response[PronunciationList]:
     """List the pronunciations that were uploaded, but not those of the server's own file."""
     return listed(PronunciationList(server.dictionary.uploaded), server)
-
-
-@route("/v1/audio/pronunciations", http_method="OPTIONS", status_code=204, include_in_schema=False)
-async def pronunciations_options() -> Response[None]:
-    """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
-    return Response(None, headers={"allow": "GET, OPTIONS, PUT"})
 
 
 @put("/v1/audio/pronunciations", responses={400: WRONG, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from litestar import Request, Response, delete, get, patch, post, route
+from litestar import Request, Response, delete, get, patch, post
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from serving.http.disconnect import run_while_connected
 from serving.http.held_body import held_body
+from serving.http.keys import admit
 from serving.http.objects import ErrorBody, VoiceDeleted, VoiceList, VoiceObject
 from serving.http.schemas import VoiceName, VoiceUpload
-from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.server import LIMITED, REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.uploads import (
     as_wav,
     check_is_uploaded,
@@ -49,7 +50,7 @@ async def list_voices(request: Request[Any, Any, Any], server: Server) -> VoiceL
 @post(
     "/v1/audio/voices",
     status_code=200,
-    responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS},
+    responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **LIMITED, **REFUSALS},
 )
 async def add_voice(
     data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)],
@@ -61,6 +62,7 @@ async def add_voice(
     possible_s = reference_s(models)
     check_name(data.name, models)
     check_words(data.ref_text, models)
+    admit(0)
     sample = await data.audio_sample.read()
     clip = await run_while_connected(decoded(sample, possible_s, server), request.receive)
     try:
@@ -69,18 +71,6 @@ async def add_voice(
     except ValueError as error:
         raise unusable(error) from None
     return described(voice, models)
-
-
-@route("/v1/audio/voices", http_method="OPTIONS", status_code=204, include_in_schema=False)
-async def voices_options() -> Response[None]:
-    """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
-    return Response(None, headers={"allow": "GET, OPTIONS, POST"})
-
-
-@route("/v1/audio/voices/{voice_id:str}", http_method="OPTIONS", status_code=204, include_in_schema=False)
-async def voice_options() -> Response[None]:
-    """Answer OPTIONS with all methods, as for the list."""
-    return Response(None, headers={"allow": "DELETE, OPTIONS, PATCH"})
 
 
 @delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})

@@ -16,6 +16,7 @@ from serving.http.disconnect import run_while_connected
 from serving.http.errors import refusal
 from serving.http.foreign_fields import translated
 from serving.http.objects import ErrorBody
+from serving.http.options import options_of
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.works.schemas import WORKS, WorkDeleted, WorkList, WorkObject, WorkUpload
 from serving.http.works.works import Works, options_in
@@ -111,4 +112,14 @@ async def chapter_of_work(
     return ranges.answer(work.directory / chapter_file(number), name, MEDIA_TYPE, request)
 
 
-ROUTES = [list_works, add_work, one_work, resume_work, remove_work, book_of_work, chapter_of_work]
+ROUTES = [
+    options_of(list_works, add_work),
+    list_works,
+    add_work,
+    options_of(one_work, remove_work),
+    one_work,
+    resume_work,
+    remove_work,
+    book_of_work,
+    chapter_of_work,
+]

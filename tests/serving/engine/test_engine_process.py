@@ -293,6 +293,15 @@ def test_a_missing_gpu_is_named(monkeypatch, built_for, device, told):
     ] * told
 
 
+def test_a_model_that_streams_without_chunked_is_named():
+    models = {"qwen": str(directory("qwen3_tts", "tiny")), "box": str(directory("chatterbox", "tiny"))}
+    with capture_logs() as lines:
+        loading.load(models, "cpu", "float32", lambda *_: None, chunked=True)
+    assert [line["event"] for line in lines] == [
+        "--chunked changes nothing for model 'qwen': it streams without it"
+    ]
+
+
 def test_loading_reports_progress():
     models, told = (
         {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))},

@@ -166,6 +166,8 @@ def test_special_tokens_in_a_text_are_text(client):
         (HELLO, {"max_tokens": 10, "max_completion_tokens": 10}, "max_tokens"),
         (HELLO, {"n": 2}, "n"),
         (HELLO, {"logit_bias": {"1": 2}}, "logit_bias"),
+        (HELLO, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (HELLO, {"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(client, messages, fields, param):
@@ -179,6 +181,25 @@ def test_the_fields_of_older_clients_are_taken(client):
     )
     assert new.usage == old.usage and new.usage.completion_tokens <= 3
     assert new.choices[0].message == old.choices[0].message
+
+
+def test_fields_that_this_server_lacks_may_have_openais_defaults(client):
+    defaults = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "ann",
+        "metadata": {"a": "b"},
+    }
+    nulls = {"reasoning_effort": None, "tools": None, "stop": None}
+    answer = client.chat.completions.create(
+        model="glm", messages=HELLO, seed=1, max_completion_tokens=3, **defaults, extra_body=nulls
+    )
+    plain = client.chat.completions.create(model="glm", messages=HELLO, seed=1, max_completion_tokens=3)
+    assert answer.choices[0].message == plain.choices[0].message
 
 
 def test_the_speech_route_points_to_this_one(client):

@@ -222,14 +222,16 @@ def test_a_page_of_another_site_is_refused(tmp_path, headers, status):
 
 def test_a_refused_page_is_logged_and_counted(tmp_path):
     with capture_logs() as lines, Server(tmp_path, hosts=[]) as server:
-        server.http.get("/v1/models", headers={"host": "evil.example"})
-        with pytest.raises(InvalidStatus):
+        answer = server.http.get("/v1/models", headers={"host": "evil.example"})
+        with pytest.raises(InvalidStatus) as refused:
             connect(
                 f"{server.url.replace('http', 'ws')}/v1/audio/speech/stream", origin="http://evil.example"
             )
-        assert [(line["event"], line["path"], line["code"]) for line in lines] == [
-            ("refused", "/v1/models", "foreign"),
-            ("refused", "/v1/audio/speech/stream", "foreign"),
+        answers = (answer, refused.value.response)
+        ids = [one.headers["x-request-id"] for one in answers]
+        assert [(line["event"], line["path"], line["code"], line["id"]) for line in lines] == [
+            ("refused", "/v1/models", "foreign", ids[0]),
+            ("refused", "/v1/audio/speech/stream", "foreign", ids[1]),
         ]
         assert samples(server)["zoo_foreign_requests_total",] == 2
 

@@ -52,6 +52,12 @@ def test_wav_is_read_exactly_and_averaged_to_mono(subtype, channels):
     assert np.array_equal(samples_of(clip), truth.mean(1))
 
 
+@pytest.mark.parametrize("cut", [1, 100, 1000])
+def test_an_mp3_stream_may_begin_within_a_frame(cut):
+    data = sound(NOISE, "MP3")
+    assert 0.9 < decode(data[cut:], 60).duration_s <= decode(data, 60).duration_s + 0.1
+
+
 WRITTEN = [("FLAC", None), ("AIFF", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None), ("RF64", None)]
 
 

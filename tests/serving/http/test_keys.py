@@ -5,7 +5,7 @@ import json
 
 import msgspec
 import pytest
-from fake_engine import ANSWERER, MODEL, TRANSCRIBER
+from fake_engine import ANSWERER, CLONER, MODEL, TRANSCRIBER
 from http_server import Server, error
 from litestar.exceptions import HTTPException
 from sessions import spoken
@@ -99,7 +99,7 @@ def test_each_utterance_of_a_session_counts_once(tmp_path):
 def once(tmp_path):
     """Return a server whose only key may send one request a minute."""
     (tmp_path / "keys.json").write_text('[{"name": "once", "key": "sk-once", "requests_per_minute": 1}]')
-    models = [ANSWERER, TRANSCRIBER]
+    models = [ANSWERER, TRANSCRIBER, CLONER]
     with Server(tmp_path, models=models, api_keys=str(tmp_path / "keys.json")) as server:
         yield server
 
@@ -111,6 +111,15 @@ def test_transcriptions_count_for_the_rate(once):
 
     assert written().status_code == 200
     assert error(written(), 429)["code"] == "rate_limit_exceeded"
+
+
+def test_uploads_of_voices_count_for_the_rate(once):
+    def uploaded():
+        data, files = {"name": "anna"}, {"audio_sample": ("a.wav", recording())}
+        return once.http.post("/v1/audio/voices", data=data, files=files, headers=bearer("once"))
+
+    assert uploaded().status_code == 200
+    assert error(uploaded(), 429)["code"] == "rate_limit_exceeded"
 
 
 def test_conversations_count_for_the_rate(once):

@@ -134,10 +134,6 @@ def test_a_list_that_is_wrong_is_refused_and_changes_nothing(server, uploaded, b
     assert server.http.get(PATH).json() == {"pronunciations": OWN}
 
 
-def test_options_names_all_methods(server):
-    assert server.http.options(PATH).headers["allow"] == "GET, HEAD, OPTIONS, PUT"
-
-
 def test_a_full_disk_changes_nothing(server, uploaded, monkeypatch):
     uploaded(OWN)
 

@@ -299,7 +299,8 @@ def heard_with(**input):
         ({"type": "session.update", "session": {"max_output_tokens": "x"}}, "session.max_output_tokens", 'and "inf"'),
         ({"type": "response.create", "response": {"conversation": "x"}}, "response.conversation", "possible: auto and none"),
         ({"type": CREATE, "item": {**MESSAGE, "role": "x", "content": TEXT}}, "item.role", "possible: user, assistant"),
-        ({"type": "session.update", "session": {"modalities": ["text"]}}, "session", "unknown field `modalities`"),
+        ({"type": "session.update", "session": {"modalities": ["text"]}}, "session", "unknown field `modalities`; possible: instructions"),
+        ({"type": "session.update", "session": {"audio": {"output": {"speed": 4}}}}, "session.audio.output.speed", "0.25 to 1.5"),
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "cannot change"),
         ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "takes no tools"),
         ({"type": "session.update", "session": {"instructions": "a" * 201}}, "instructions", "up to 200"),
@@ -345,6 +346,24 @@ def test_a_refused_commit_leaves_the_audio_in_the_buffer(server, monkeypatch):
         client.until("conversation.item.done")
         client.send("input_audio_buffer.commit")
         assert client.error()["code"] == "input_audio_buffer_commit_empty"
+
+
+def test_silence_is_refused_and_later_turns_are_answered(server):
+    with talking(server) as client:
+        client.say(bytes(24_000))
+        client.send("input_audio_buffer.commit", event_id="mine")
+        error = client.error()
+        assert (error["event_id"], error["code"]) == ("mine", "invalid_audio")
+        assert "is silent" in error["message"]
+        part = {"type": "input_audio", "audio": base64.b64encode(bytes(24_000)).decode()}
+        client.send(CREATE, item={**MESSAGE, "content": [part]})
+        assert client.error()["param"] == "item.content"
+        client.say(pcm(0.5))
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        assert client.answer()[-1]["response"]["status"] == "completed"
+    [turn] = asked(server).turns
+    assert abs(turn.clip.duration_s - 1) < 0.01
 
 
 def test_only_one_answer_at_a_time(server, held):

@@ -85,6 +85,12 @@ def test_base64_may_have_line_breaks(server, end):
     assert reached(server, ref_audio=text)[0] == [Reference(CLIP)]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 200_000, 200_001, 200_002])
+def test_base64_may_lack_its_padding(size):
+    data = bytes(range(256)) * 1000
+    assert references.unpack(base64.b64encode(data[:size]).decode().rstrip("="), 1 << 20) == data[:size]
+
+
 def test_models_say_whether_they_take_references(server):
     cloner, fake = server.http.get("/v1/models").json()["data"]
     # The model's limits, narrowed by the server's.

@@ -103,3 +103,13 @@ def test_the_schema_describes_the_events(tmp_path):
     }
     for event in events:
         assert set(event) == set(known[event["type"]]["required"]) | {"type"}
+
+
+def test_options_of_every_path_names_the_methods_of_the_schema(tmp_path):
+    with Server(tmp_path, speech_urls=True) as server:
+        paths = server.http.get("/schema/openapi.json").json()["paths"]
+        named = {path: server.http.options(path.replace("{number}", "1")).headers["allow"] for path in paths}
+    assert "HEAD" in named["/v1/audio/works"] and "POST" in named["/v1/audio/speech"]
+    for path, operations in paths.items():
+        methods = {"OPTIONS", *map(str.upper, operations)}
+        assert named[path] == ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))

@@ -95,6 +95,15 @@ def test_valid_names_are_accepted(store, name):
     assert store.has(name) and store.load(name)[1] == CLIP
 
 
+def test_the_name_of_the_default_voice_is_refused(store):
+    store.add("anna", CLIP)
+    with pytest.raises(ValueError, match="--alias-voice default=NAME"):
+        store.add("Default", CLIP)
+    with pytest.raises(ValueError, match="--alias-voice default=NAME"):
+        store.rename("anna", "default")
+    assert store.names() == ["anna"]
+
+
 def test_names_that_look_the_same_are_the_same(store):
     store.add("Zoë", CLIP)
     assert store.has("zoe\u0308")
@@ -447,6 +456,26 @@ def test_a_voice_can_be_renamed(store):
     with pytest.raises(ValueError, match="not a valid name for a voice"):
         store.rename("clara", "../x")
     assert store.names() == ["bert", "clara"] == sorted(os.listdir(store.directory))
+
+
+def test_a_voice_can_be_renamed_on_a_full_disk(store, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = store.add("anna", CLIP)
+    monkeypatch.setattr(os, "mkdir", fail)
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    assert store.rename("anna", "bert") == msgspec.structs.replace(kept, name="bert")
+    assert store.load("bert")[1] == CLIP and store.names() == ["bert"]
+
+
+def test_a_voice_that_is_renamed_elsewhere_at_the_same_moment_is_not_found(store, monkeypatch):
+    store.add("anna", CLIP)
+    load = store.load
+    monkeypatch.setattr(
+        store, "load", lambda name: (load(name), store._move(store.directory / name, "clara"))[0]
+    )
+    assert store.rename("anna", "bert") is None and store.names() == ["clara"]
 
 
 def test_a_full_store_can_rename(store):

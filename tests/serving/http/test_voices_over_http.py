@@ -299,6 +299,7 @@ def test_a_voice_can_be_renamed_over_http(server):
     assert error(renamed(server, "anna", "dora"), 404)["code"] == "voice_not_found"
     assert error(renamed(server, "clara", "vivian"), 409)["code"] == "voice_exists"
     assert error(renamed(server, "clara", "a/b"), 400)["param"] == "name"
+    assert error(renamed(server, "clara", "default"), 400)["param"] == "name"
     assert "not an uploaded one" in error(renamed(server, "vivian", "x"), 400)["message"]
     upload(server, "bert")
     assert error(renamed(server, "clara", "bert"), 409)["param"] == "name"
@@ -348,7 +349,3 @@ def test_an_overlong_text_is_refused_with_its_field(tmp_path, field):
         fault = error(upload(server, **{"name": "anna", field: "x" * 5000}), 400)
         assert fault["param"] == field and len(fault["message"]) < 500
         assert server.http.get("/v1/audio/voices").json()["data"] == []
-
-
-def test_options_of_a_voice_name_every_method(server):
-    assert server.http.options("/v1/audio/voices/anna").headers["allow"] == "DELETE, OPTIONS, PATCH"

@@ -33,9 +33,10 @@ def text_of(part: torch.Tensor) -> str:
     return tokenizer._tokenizer.decode(ids)
 
 
-def refused(match: str, **fields) -> None:
-    with pytest.raises(RequestError, match=match):
+def refused(match: str, param: str | None = None, **fields) -> None:
+    with pytest.raises(RequestError, match=match) as error:
         family("csm").prompt(Request(text="a", **fields))
+    assert param in (None, error.value.param)
 
 
 def test_a_text_alone_is_one_part_with_its_speaker():
@@ -92,7 +93,8 @@ def test_what_is_no_segment_is_refused():
 
 def test_a_context_that_fills_all_positions_is_refused():
     long = AudioClip(np.ones(100 * 24_000, np.float32) / 9, 24_000)
-    refused("leaves room for 0 frames", references=(Reference(long, "Hm."), Reference(long, "Hm.")))
+    says = r"\d+ of them for the references, and leaves room for 0 frames"
+    refused(says, "references", references=(Reference(long, "Hm."), Reference(long, "Hm.")))
 
 
 def test_the_cap_follows_from_the_text_and_not_from_a_number_of_frames():

@@ -214,8 +214,16 @@ def test_a_clip_is_resampled_by_a_windowed_sinc():
             "speaker is 'bob'; use a number",
         ),
         ({"text": "a b " * 600}, "text", "the prompt takes .* positions and leaves room for 0 frames"),
-        ({"max_frames": 500}, "text", "positions and leaves room for .* frames; 500 are asked for"),
+        ({"max_frames": 500}, "max_frames", "positions and leaves room for .* frames; 500 are asked for"),
     ],
 )
 def test_errors_name_the_wrong_parameter(changes, param, message):
     refused(replace(ASKED, **changes), param, message)
+
+
+def test_a_reference_that_is_longer_than_the_context_is_named(monkeypatch):
+    codes = torch.zeros(FISH.spec.max_positions, FISH.config.codebooks, dtype=torch.int64)
+    monkeypatch.setattr(FISH.writer, "cloner", lambda clip: codes)
+    refused(CLONED, "references", r"\d+ of them for the references, and leaves room for 0 frames")
+    several = replace(CLONED, text="<|speaker:0|>One. <|speaker:1|>Two.")
+    refused(several, "references", "leaves room for 0 frames")

@@ -178,7 +178,7 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         ),
         ("text", {"text": "x" * 1014}, "takes 1017 positions and leaves room for 0 frames; 1 are asked for"),
         (
-            "text",
+            "max_frames",
             {"text": "x" * 1000, "max_frames": 100},
             "1003 positions and leaves room for 14 frames; 100 are asked for",
         ),
