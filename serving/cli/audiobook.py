@@ -21,7 +21,9 @@ from zoo.text.pronunciations import read_file
 @with_groups
 def audiobook(
     *,
-    book: Annotated[Path, Argument(metavar="BOOK", help="The book is an .epub, .md or .txt file.")],
+    book: Annotated[
+        Path, Argument(metavar="BOOK", help="The book is an .epub, .md, .markdown or .txt file.")
+    ],
     out: Annotated[
         Path | None,
         Option(

@@ -79,7 +79,7 @@ Device = Annotated[
 Codec = Annotated[
     Literal["float32", "tf32", "fp16", "bf16"],
     Option(
-        help="The codec multiplies in this format on a GPU; shorter ones are faster, and zoo parity measures "
+        help="On a GPU, the codec multiplies in this format. Shorter formats are faster, and zoo parity measures "
         "their error.",
         rich_help_panel=MODEL,
     ),
@@ -87,21 +87,21 @@ Codec = Annotated[
 Attention = Annotated[
     Literal["auto", "triton", "flashinfer"],
     Option(
-        help="A GPU's steps attend with the project's own kernels (triton) or with FlashInfer, which is an extra; auto "
-        "times both in the warm-up and takes the faster one.",
+        help="On a GPU, these kernels compute the attention of steps: the project's own (triton), or those of the extra "
+        "flashinfer. auto times both in the warm-up and takes the faster one.",
         rich_help_panel=MODEL,
     ),
 ]
 Depth = Annotated[
     Literal["layers", "whole"],
     Option(
-        help="A GPU runs the code predictor of Qwen3-TTS, Fish Audio S2 or CSM layer by layer, or each of its passes whole, "
-        "in one launch. The speed of whole has not been measured yet.",
+        help="On a GPU, the code predictor of Qwen3-TTS, Fish Audio S2 or CSM runs layer by layer, or in one launch for "
+        "each pass (whole). No GPU has run whole yet.",
         rich_help_panel=MODEL,
     ),
 ]
 Compile = Annotated[
-    bool, Option(help="The model is compiled; --no-compile runs it eagerly.", rich_help_panel=MODEL)
+    bool, Option(help="The model is compiled. --no-compile runs it eagerly.", rich_help_panel=MODEL)
 ]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
@@ -115,15 +115,16 @@ DeviceMap = Annotated[
     Option(
         metavar="auto|balanced|FILE",
         help="Layers that do not fit the GPU lie on other GPUs or on the host, and are copied to it for each launch, "
-        "which is slow; balanced gives the GPUs equal parts, and FILE is JSON with a device for each layer.",
+        "which is slow. balanced gives all GPUs equal parts. FILE is JSON with the device of each layer that lies "
+        "elsewhere.",
         rich_help_panel=MODEL,
     ),
 ]
 Weights = Annotated[
     Literal["published", "int8", "fp8"],
     Option(
-        help="The weights of large matrices are read as published, or rounded to int8 on a CPU, or to fp8 on a GPU of "
-        "compute capability 8.9 or newer; rounding is faster and changes codes, and zoo parity measures how many.",
+        help="The weights of large matrices are as published, or rounded: to int8 on a CPU, to fp8 on a GPU of compute "
+        "capability 8.9 or newer. Rounding can make steps faster. It changes codes, and zoo parity measures how many.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -131,8 +132,8 @@ Chunked = Annotated[
     bool,
     Option(
         "--chunked",
-        help="A model that renders whole speeches (Chatterbox) renders them in chunks of a second: first audio "
-        "comes earlier, the samples differ, and there is more work.",
+        help="A model that renders only whole speeches (Chatterbox) renders chunks of a second. First audio comes "
+        "earlier, but the samples differ and rendering takes more time.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -141,16 +142,16 @@ MaxSlots = Annotated[
     Option(
         min=1,
         max=1024,
-        help="Each model runs at most this many requests at once. Default: what fits, up to 256 on a GPU and up "
-        "to 64 with --policy throughput on a CPU; otherwise 8.",
+        help="Each model runs at most this many requests at once. Default on a GPU: as many as fit, up to 256. Default on "
+        "a CPU: 8, or with --policy throughput as many as fit, up to 64.",
         rich_help_panel=MEMORY,
     ),
 ]
 KVMemory = Annotated[
     str | None,
     Option(
-        help="All models share this much memory for the KV cache (4GiB, 512MiB or bytes). Default: enough "
-        "for the slots; on a GPU, all that weights and states leave.",
+        help="All models share this much memory for the KV cache (4GiB, 512MiB or bytes). Default: enough for the "
+        "slots, or on a GPU all memory that weights and states leave.",
         rich_help_panel=MEMORY,
     ),
 ]

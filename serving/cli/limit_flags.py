@@ -23,7 +23,7 @@ class Limits:
         int,
         Option(
             min=1,
-            help="Each model queues at most this many requests; further ones get 503.",
+            help="Each model queues at most this many requests. Further ones get 503.",
             rich_help_panel=LIMITS,
         ),
     ] = 256
@@ -32,7 +32,7 @@ class Limits:
         Option(
             min=0,
             help="A flexible request (service_tier flex) whose audio has not begun after this many seconds gets "
-            "503; with 0 it waits for as long as it takes.",
+            "503. With 0 it waits without a limit.",
             rich_help_panel=LIMITS,
         ),
     ] = 540
@@ -82,7 +82,7 @@ class Limits:
         int,
         Option(
             min=1,
-            help="The server reads at most this many large bodies, and as many recordings, at once; further "
+            help="The server reads at most this many large bodies, and as many recordings, at once. Further "
             "ones get 503.",
             rich_help_panel=LIMITS,
         ),
@@ -91,7 +91,7 @@ class Limits:
         int,
         Option(
             min=0,
-            help="At most this many WebSocket sessions are open; further ones get 503.",
+            help="At most this many WebSocket sessions are open. Further ones get 503.",
             rich_help_panel=LIMITS,
         ),
     ] = 256

@@ -50,7 +50,7 @@ class LoadFlags:
         Option(
             "--rate",
             min=0.001,
-            help="Open loop: this many requests arrive per second, as a Poisson process; repeat it for a "
+            help="Open loop: this many requests arrive per second, as a Poisson process. Repeat it for a "
             "ladder.",
             rich_help_panel=LOAD,
         ),
@@ -60,7 +60,7 @@ class LoadFlags:
         Option(
             "--streams",
             min=1,
-            help="Closed loop: this many listeners make one request after the other; repeat it for a ladder.",
+            help="Closed loop: this many listeners make one request after the other. Repeat it for a ladder.",
             rich_help_panel=LOAD,
         ),
     ] = field(default_factory=list)
@@ -175,7 +175,7 @@ class RequestsFlags:
             "-O",
             "--option",
             metavar="NAME=VALUE",
-            help="Each request has this additional field; VALUE is JSON or a string; may be repeated.",
+            help="Each request has this additional field; VALUE is JSON or a string. May be repeated.",
             rich_help_panel=REQUESTS,
         ),
     ] = field(default_factory=list)

@@ -31,7 +31,7 @@ class OnDemand:
             metavar="DIR",
             exists=True,
             file_okay=False,
-            help="The server serves every model in this directory, and loads one when a request asks for it.",
+            help="The server serves the model in each sub-directory of DIR, and loads a model when a request asks for it.",
             rich_help_panel=ON_DEMAND,
         ),
     ] = None
@@ -39,7 +39,7 @@ class OnDemand:
         str | None,
         Option(
             metavar="DURATION",
-            help="An idle model is unloaded after this time (30s, 5m, 1h); 0 unloads it at once, and -1 or always "
+            help="An idle model is unloaded after this time (30s, 5m, 1h). 0 unloads it at once, and -1 or always "
             f"keeps it. Default: {KEEP_ALIVE}.",
             rich_help_panel=ON_DEMAND,
         ),
@@ -48,7 +48,7 @@ class OnDemand:
         float | None,
         Option(
             min=1,
-            help="A request waits at most this many seconds for its model; then it gets 503. Default: "
+            help="A request waits at most this many seconds for its model, and then gets 503. Default: "
             f"{LOAD_WAIT_S:g}.",
             rich_help_panel=ON_DEMAND,
         ),
@@ -56,8 +56,8 @@ class OnDemand:
     model_memory: Annotated[
         str | None,
         Option(
-            help="Loaded models take at most this much memory of the device together (40GiB or bytes); idle ones make "
-            "room for others. Default: nine tenths of what is free at the start.",
+            help="All loaded models together take at most this much memory of the device (40GiB or bytes). Idle models are "
+            "unloaded to make room. Default: nine tenths of what is free at the start.",
             rich_help_panel=ON_DEMAND,
         ),
     ] = None

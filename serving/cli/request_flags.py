@@ -30,7 +30,7 @@ Pronunciations = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help="The terms in this JSON file are spoken as it says.",
+        help="This JSON file says how terms are spoken.",
     ),
 ]
 ModelOptions = Annotated[
@@ -39,7 +39,7 @@ ModelOptions = Annotated[
         "-O",
         "--option",
         metavar="NAME=VALUE",
-        help="The request sets this option of the model (zoo inspect lists them); may be repeated.",
+        help="The request sets this option of the model (zoo inspect lists them). May be repeated.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -128,7 +128,7 @@ class RequestFlags:
         Option(
             min=0,
             max=MAX_GAP_S,
-            help="Between sentences there are this many seconds of silence; each is spoken in a pass of its own.",
+            help="Between sentences there are this many seconds of silence. Each sentence is spoken in a separate pass.",
         ),
     ] = None
     speed: Annotated[

@@ -50,10 +50,10 @@ class Listening:
     """Flags for the address, the web page, the stored voices and the grace period."""
 
     host: Annotated[
-        str, Option(help="The server listens on this address; 0.0.0.0 means every interface.")
+        str, Option(help="The server listens on this address. 0.0.0.0 means every interface.")
     ] = "127.0.0.1"
     port: Annotated[
-        int, Option(min=0, max=65535, help="The server listens on this port; 0 picks a free one.")
+        int, Option(min=0, max=65535, help="The server listens on this port. 0 picks a free one.")
     ] = 8000
     playground: Annotated[
         bool, Option(help="The server shows a web page at / where you can try the models.")
@@ -80,14 +80,18 @@ class Model:
         bool,
         Option(
             "--deterministic",
-            help="Equal requests give equal bytes under any load; the server is slower with few streams.",
+            help="Equal requests give equal bytes under any load. The server is slower with few streams.",
             rich_help_panel=MODEL,
         ),
     ] = False
     compile: Compile = True
     warm: Annotated[
         bool,
-        Option(help="The server runs every batch shape before it accepts requests.", rich_help_panel=MODEL),
+        Option(
+            help="The server runs every batch shape before it accepts requests. With --no-warm, the first request of "
+            "each shape waits.",
+            rich_help_panel=MODEL,
+        ),
     ] = True
     cache_dir: Annotated[
         Path | None,
@@ -102,7 +106,7 @@ class Model:
         Option(
             "--alias",
             metavar="NAME=MODEL",
-            help="Clients can also request the served model MODEL as NAME; may be repeated.",
+            help="Clients can also request the served model MODEL as NAME. May be repeated.",
             rich_help_panel=MODEL,
         ),
     ] = field(default_factory=list)
@@ -111,7 +115,7 @@ class Model:
         Option(
             "--alias-voice",
             metavar="NAME=VOICE",
-            help="Clients can also request VOICE, preset or uploaded, as NAME; may be repeated.",
+            help="Clients can also request VOICE, preset or uploaded, as NAME. May be repeated.",
             rich_help_panel=MODEL,
         ),
     ] = field(default_factory=list)
@@ -119,8 +123,8 @@ class Model:
         bool,
         Option(
             "--strict",
-            help="The server refuses OpenAI's names (tts-1, alloy, ...) and fields of other servers; otherwise the "
-            "names mean its only model and first voice, and the fields are ignored, with an x-warning header.",
+            help="The server refuses OpenAI's names (tts-1, alloy, ...) and fields of other servers. Otherwise these "
+            "names stand for its only model and first voice, it ignores these fields, and a header x-warning says so.",
             rich_help_panel=MODEL,
         ),
     ] = False
@@ -128,7 +132,7 @@ class Model:
         Path | None,
         Option(
             metavar="FILE",
-            help="The terms in this JSON file are spoken as it says, in all requests.",
+            help="This JSON file says how terms are spoken, in all requests.",
             rich_help_panel=MODEL,
         ),
     ] = None
@@ -146,14 +150,16 @@ class Model:
         Path | None,
         Option(
             metavar="DIR",
-            help="This CTC model finds word times for requests that ask for them: a directory of transformers' "
+            help="This CTC model finds word times for requests that ask for them. DIR is a directory of transformers' "
             "Wav2Vec2ForCTC or HubertForCTC.",
             rich_help_panel=MODEL,
         ),
     ] = None
     aligner_device: Annotated[
         str | None,
-        Option(help="The aligner runs here: cpu, cuda or cuda:1. Default: cpu.", rich_help_panel=MODEL),
+        Option(
+            help="The aligner runs on this device: cpu, cuda or cuda:N. Default: cpu.", rich_help_panel=MODEL
+        ),
     ] = None
 
     def aligner_settings(self) -> settings.AlignerSettings:
@@ -204,16 +210,16 @@ class Memory:
     swap_memory: Annotated[
         str | None,
         Option(
-            help="Paused streams swap their KV cache to this much host memory (4GiB or bytes); with 0 none "
-            "pauses, and each reserves all it can need. Default: five times --kv-memory, at most a quarter "
-            "of host memory.",
+            help="Paused streams keep their KV cache in this much host memory (4GiB or bytes). With 0 the server pauses "
+            "none, and each request reserves all memory that it can need. Default: five times --kv-memory, at most a "
+            "quarter of host memory.",
             rich_help_panel=MEMORY,
         ),
     ] = None
     reference_memory: Annotated[
         str,
         Option(
-            help="Recordings that wait to be encoded use at most this much memory (256MiB or bytes); further "
+            help="Recordings that wait to be encoded use at most this much memory (256MiB or bytes). Further "
             "ones get 503.",
             rich_help_panel=MEMORY,
         ),
@@ -221,8 +227,8 @@ class Memory:
     http_memory: Annotated[
         str,
         Option(
-            help="Recordings and whole answers use at most this much memory in the HTTP process (1GiB or bytes); "
-            "further ones get 503.",
+            help="Recordings and whole answers use at most this much memory in the HTTP process (1GiB or bytes). "
+            "Further ones get 503.",
             rich_help_panel=MEMORY,
         ),
     ] = "1GiB"
@@ -244,8 +250,8 @@ class Latency:
     policy: Annotated[
         Literal["streaming", "throughput", "fifo"],
         Option(
-            help="streaming gives the earliest first audio, throughput the most audio per second, and fifo "
-            "ignores deadlines, for comparison.",
+            help="streaming gives the earliest first audio, and throughput the most audio per second. fifo ignores "
+            "deadlines, for comparisons.",
             rich_help_panel=LATENCY,
         ),
     ] = "streaming"
@@ -253,8 +259,8 @@ class Latency:
         float | None,
         Option(
             min=0,
-            help="Requests that would wait longer for first audio (seconds) get 503, and streams beyond "
-            "real-time capacity wait; 0 disables both. Default: 10, or 0 with --policy throughput.",
+            help="Requests that would wait longer than this many seconds for first audio get 503, and streams beyond "
+            "real-time capacity wait. 0 turns both off. Default: 10, or 0 with --policy throughput.",
             rich_help_panel=LATENCY,
         ),
     ] = None
@@ -290,7 +296,7 @@ class Security:
         Path | None,
         Option(
             metavar="FILE",
-            help="Clients must send one of the keys in this JSON file, each with a name, a rate and a quota.",
+            help="Clients must send one of the keys in this JSON file. Each has a name, and may have a rate and quotas.",
             rich_help_panel=SECURITY,
         ),
     ] = None
@@ -298,8 +304,8 @@ class Security:
         bool,
         Option(
             "--speech-urls",
-            help="GET /v1/audio/speech speaks the text in a signed URL, for an audio element; POST "
-            "/v1/audio/speech/url signs. ZOO_URL_SECRET is the secret. Default: a new one at each start.",
+            help="GET /v1/audio/speech speaks the text in a signed URL, for an audio element. POST "
+            "/v1/audio/speech/url signs URLs, with the secret ZOO_URL_SECRET or a new one at each start.",
             rich_help_panel=SECURITY,
         ),
     ] = False
@@ -331,7 +337,7 @@ class Security:
         Option(
             "--cors-origin",
             metavar="ORIGIN",
-            help="Web pages of this origin may use the server; may be repeated.",
+            help="Web pages of this origin may use the server. May be repeated.",
             rich_help_panel=SECURITY,
         ),
     ] = field(default_factory=list)
@@ -340,8 +346,8 @@ class Security:
         Option(
             "--allowed-host",
             metavar="NAME",
-            help="The server answers requests for this host name too, not only for localhost and addresses; may be "
-            "repeated; * means any. Default: any on an open address with an API key.",
+            help="The server answers requests for this host name, too, and not only for localhost and IP addresses. * "
+            "means any name. May be repeated. Default: any name on an open address with an API key.",
             rich_help_panel=SECURITY,
         ),
     ] = field(default_factory=list)
@@ -389,8 +395,8 @@ class Replicas:
         str,
         Option(
             metavar="N|MIN-MAX|auto",
-            help="This many engines run on a Ray cluster, each on its own GPU. With a range, their number "
-            "follows the load; auto is a range from 1 to the number of GPUs, and 0 waits for replicas that another server starts in the "
+            help="This many engines run on a Ray cluster, each on a separate GPU. With a range, their number follows the "
+            "load. auto is a range from 1 to the number of GPUs. 0 waits for replicas that another server starts in the "
             "cluster. All but 1 need the extra `ray`.",
             rich_help_panel=REPLICAS,
         ),
@@ -399,8 +405,8 @@ class Replicas:
         str | None,
         Option(
             metavar="HOST:PORT|auto",
-            help="The server joins this Ray cluster, and uses the replicas that run there; auto is the cluster of "
-            "this machine. Default: it starts its own cluster for several replicas.",
+            help="The server joins this Ray cluster, and uses the replicas that run there. auto is the cluster of "
+            "this machine. Default: the server starts a cluster for its replicas.",
             rich_help_panel=REPLICAS,
             show_default=False,
         ),
@@ -444,7 +450,7 @@ class Logs:
         Option(
             "--otel",
             help="The server sends a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT, by default "
-            "http://localhost:4318; this needs the extra `otel`.",
+            "http://localhost:4318. This needs the extra `otel`.",
             rich_help_panel=LOGS,
         ),
     ] = False

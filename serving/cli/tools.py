@@ -136,7 +136,7 @@ def bench(
     streams: Annotated[
         list[int],
         Option(
-            min=1, help="This many requests run at once; repeat it to measure several numbers of streams."
+            min=1, help="This many requests run at once. Repeat it to measure several numbers of streams."
         ),
     ] = [1, 8],  # noqa: B006
     frames: Annotated[int, Option(min=1, help="Each request speaks at most this many frames.")] = 50,
@@ -374,7 +374,10 @@ def demo_checkpoint(
         Path, Argument(help="The checkpoint goes into this directory, which must be empty or not exist.")
     ],
     size: Annotated[
-        str, Option(help="The model has this size: tiny, or one of the family's published sizes.")
+        str,
+        Option(
+            help="The model has this size: tiny, mid, full (as published), or another size of the family."
+        ),
     ] = "tiny",
     seed: Annotated[
         int, Option(min=0, max=2**63 - 1, help="The random weights are drawn with this seed.")

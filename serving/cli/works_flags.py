@@ -19,8 +19,8 @@ class Works:
     works_dir: Annotated[
         Path | None,
         Option(
-            help="The server speaks whole documents into audiobooks, which it keeps in this directory. Default: it "
-            "takes none.",
+            help="The server speaks whole documents into audiobooks, called works, and keeps them in this directory. "
+            "Default: it takes no documents.",
             rich_help_panel=WORKS,
         ),
     ] = None
@@ -37,7 +37,7 @@ class Works:
     max_works_bytes: Annotated[
         str | None,
         Option(
-            help="The files of all works take at most this much room (20GiB or bytes). Default: 20GiB.",
+            help="The files of all works take at most this much disk space (20GiB or bytes). Default: 20GiB.",
             rich_help_panel=WORKS,
         ),
     ] = None

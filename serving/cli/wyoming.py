@@ -25,8 +25,8 @@ def wyoming(
         Option(
             "--language",
             metavar="CODE",
-            help="Models that do not list their languages are announced with this one (en, de, pt-BR, ...); "
-            "may be repeated.",
+            help="The bridge announces models that do not list their languages with this one (en, de, pt-BR, ...). "
+            "May be repeated.",
         ),
     ] = ["en"],  # noqa: B006
     api_key: Annotated[

@@ -61,8 +61,9 @@ class Key:
         left_s = DAY_S - self.now_s() % DAY_S
         most_chars, most_s = self.entry.characters_per_day, self.entry.audio_s_per_day
         if most_chars is not None and self.num_chars + max(num_chars, 1) > most_chars:
-            used = f"{self.num_chars} of {most_chars:g} characters"
-            raise self._refused(CHARACTERS, f"has used {used} of today", left_s)
+            used = f"{self.num_chars} of {most_chars:g} characters of today"
+            text = f", and this text has {num_chars}" if num_chars else ""
+            raise self._refused(CHARACTERS, f"has used {used}{text}", left_s)
         if most_s is not None and self.audio_s >= most_s:
             used = f"{self.audio_s:.0f} of {most_s:g} seconds of audio"
             raise self._refused(AUDIO, f"has used {used} of today", left_s)

@@ -70,7 +70,8 @@ def test_a_quota_of_characters_counts_what_was_spoken(server):
     error(ask(server, "short", "silent 123456789"), 422)  # nothing was spoken
     assert ask(server, "short", "frames 1 12").status_code == 200
     answer = ask(server, "short", "frames 1 12")
-    assert "'short' has used 11 of 20 characters of today" in error(answer, 429)["message"]
+    message = error(answer, 429)["message"]
+    assert "'short' has used 11 of 20 characters of today, and this text has 11" in message
     assert ask(server, "short", "frames 1").status_code == 200
 
 
