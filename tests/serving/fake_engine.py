@@ -219,7 +219,10 @@ class FakeEngine:
                         task = asyncio.create_task(self.talk(writer, message))
                         self.tasks.add(task)
                         continue
-                    if request.is_open and not request.text.startswith("reject"):
+                    if request.is_open and request.text.startswith("reject"):
+                        await self.speak(writer, id, request.text.split())  # before the rest of its text
+                        continue
+                    if request.is_open:
                         self.feed(writer, id, request.text, is_last=False)
                         continue
                     task = asyncio.create_task(self.speak(writer, id, request.text.split()))

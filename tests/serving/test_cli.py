@@ -8,6 +8,7 @@ import subprocess
 import sys
 import wave
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_versions_are_printed_without_loading_a_model(zoo):
     done = zoo("--version")
     assert done.returncode == 0
     assert re.fullmatch(
-        rf"speechzoo \S+, torch {re.escape(torch.__version__)}, Python 3\.\d+\.\S+\n", done.stdout
+        rf"speechzoo \S+, torch {re.escape(metadata.version('torch'))}, Python 3\.\d+\.\S+\n", done.stdout
     )
 
 

@@ -320,8 +320,10 @@ def test_cancel_stops_immediately_and_the_session_continues(server, text):
 def test_cancel_stops_a_request_whose_text_is_incomplete(server):
     with session(server) as client:
         client.configure(model="feeder")
-        client.say("Waiting", " for", done=False)
-        client.event("audio.start"), client.audio(), client.audio()
+        client.say("Waiting", done=False)
+        client.event("audio.start"), client.audio()
+        client.say(" for", done=False)
+        client.audio()
         client.send("input.cancel")
         until(lambda: is_cancelled(server, "Waiting"), 1)
         assert client.event("audio.done")["reason"] == "cancelled"
@@ -362,10 +364,11 @@ def test_with_barge_in_cancel_a_new_utterance_cancels_the_current_one(server):
 def test_too_many_queued_utterances_are_refused(server):
     with session(server) as client:
         client.configure()
-        for _ in range(MAX_QUEUED):
+        client.say("hold 1 of the crowd.")
+        client.event("audio.start"), client.audio()
+        for _ in range(MAX_QUEUED - 1):
             client.say("hold 1 of the crowd.")
         client.say("frames 1 too many.", done=False)
-        client.event("audio.start"), client.audio()
         assert client.error()["code"] == "too_many_utterances"
         client.send("input.cancel")
         assert [client.event("audio.done")["utterance"] for _ in range(MAX_QUEUED)] == [

@@ -118,6 +118,7 @@ def test_the_engine_client_sends_the_model(tmp_path):
             )
             async for message in protocol.read(reader, protocol.to_engine):
                 heard.put_nowait(message)
+            writer.close()
 
         async with await asyncio.start_unix_server(engine, tmp_path / "sock"):
             client = EngineClient(str(tmp_path / "sock"))
