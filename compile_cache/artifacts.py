@@ -198,12 +198,14 @@ def write_manifest(directory: Path) -> None:
 
 
 def extend_manifest(place: Path, names: Iterable[str]) -> None:
-    """List more files of an entry. Processes that read it meanwhile see the old manifest or the new one."""
-    files = listed_files(place) | {name: _hash((place / name).read_bytes()) for name in names}
-    with tempfile.NamedTemporaryFile("w", dir=place, prefix=MANIFEST, delete=False) as manifest:
-        json.dump({"files": files}, manifest, indent=1)
-    Path(manifest.name).rename(place / MANIFEST)
-    seal(place)
+    """List more files of an entry. Processes that read it meanwhile see the old manifest or the new one. Of processes
+    that extend it at once, each waits for the other and keeps its lines."""
+    with locked(place / MANIFEST, fcntl.LOCK_EX):
+        files = listed_files(place) | {name: _hash((place / name).read_bytes()) for name in names}
+        with tempfile.NamedTemporaryFile("w", dir=place, prefix=MANIFEST, delete=False) as manifest:
+            json.dump({"files": files}, manifest, indent=1)
+        Path(manifest.name).rename(place / MANIFEST)
+        seal(place)
 
 
 def damage(place: Path) -> str | None:
