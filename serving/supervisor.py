@@ -66,6 +66,8 @@ def log_line(line: str) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address. Raises ValueError."""
+    if not host:
+        raise ValueError("--host is empty; use 127.0.0.1 for this machine, or 0.0.0.0 for every interface")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
