@@ -324,7 +324,9 @@ def test_an_address_of_another_machine_is_one_clear_line(host):
 
 
 def test_an_empty_address_is_one_line_that_says_what_is_possible():
-    with pytest.raises(ValueError, match=r"--host is empty; use 127\.0\.0\.1 for this machine, or 0\.0\.0\.0"):
+    with pytest.raises(
+        ValueError, match=r"--host is empty; use 127\.0\.0\.1 for this machine, or 0\.0\.0\.0"
+    ):
         supervisor.bind("", 0)
 
 
