@@ -39,6 +39,7 @@ from compile_cache.ownership import make_levels, seal, stranger, stranger_above
 from compile_cache.source import meaning_of
 
 MANIFEST = "manifest.json"
+SET_ANOTHER = "set ZOO_CACHE_DIR to a directory that can be written"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
 SETTINGS = (bool, int, float, torch.dtype, type(None))  # module attributes that a graph may hold as constants
 
@@ -101,7 +102,9 @@ def opened(place: Path) -> Iterator[Entry]:
         with locked(place, fcntl.LOCK_SH) if is_writable else nullcontext():
             pass
     except OSError as error:
-        raise ValueError(f"{place} cannot hold compiled code: {error.strerror or error}") from None
+        raise ValueError(
+            f"{place} cannot hold compiled code: {error.strerror or error}; {SET_ANOTHER}"
+        ) from None
     with _found_or_made(place) if is_writable else _copied(place) as entry:
         yield entry
 
@@ -110,7 +113,9 @@ def opened(place: Path) -> Iterator[Entry]:
 def _copied(place: Path) -> Iterator[Entry]:
     """Open an intact entry as a private copy, because compilers lock and write next to what they read."""
     if (why := damage(place)) is not None:
-        raise ValueError(f"{place} cannot hold compiled code: its directory cannot be written, and {why}")
+        raise ValueError(
+            f"{place} cannot hold compiled code: its directory cannot be written, and {why}; {SET_ANOTHER}"
+        )
     with tempfile.TemporaryDirectory(prefix="zoo-compiled-") as directory:
         copy = Path(directory) / place.name
         shutil.copytree(place, copy)
@@ -156,7 +161,7 @@ def _emptied(place: Path) -> Path:
         remove(place)
         making.mkdir(mode=0o700)
     except OSError as error:
-        raise ValueError(f"{place} cannot hold compiled code: {error}") from None
+        raise ValueError(f"{place} cannot hold compiled code: {error}; {SET_ANOTHER}") from None
     return making
 
 
@@ -198,12 +203,14 @@ def write_manifest(directory: Path) -> None:
 
 
 def extend_manifest(place: Path, names: Iterable[str]) -> None:
-    """List more files of an entry. Processes that read it meanwhile see the old manifest or the new one."""
-    files = listed_files(place) | {name: _hash((place / name).read_bytes()) for name in names}
-    with tempfile.NamedTemporaryFile("w", dir=place, prefix=MANIFEST, delete=False) as manifest:
-        json.dump({"files": files}, manifest, indent=1)
-    Path(manifest.name).rename(place / MANIFEST)
-    seal(place)
+    """List more files of an entry. Processes that read it meanwhile see the old manifest or the new one. Of processes
+    that extend it at once, each waits for the other and keeps its lines."""
+    with locked(place / MANIFEST, fcntl.LOCK_EX):
+        files = listed_files(place) | {name: _hash((place / name).read_bytes()) for name in names}
+        with tempfile.NamedTemporaryFile("w", dir=place, prefix=MANIFEST, delete=False) as manifest:
+            json.dump({"files": files}, manifest, indent=1)
+        Path(manifest.name).rename(place / MANIFEST)
+        seal(place)
 
 
 def damage(place: Path) -> str | None:

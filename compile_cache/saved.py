@@ -27,6 +27,8 @@ from compile_cache.lower import may_vary, traced
 
 log = structlog.get_logger()
 
+MAX_MESSAGE_CHARS = 1000
+
 
 class Counted:
     """The number of functions since the process began."""
@@ -87,8 +89,17 @@ def _tried(work: Callable[[], Any], name: str) -> Any:
     try:
         return work()
     except Exception as error:  # this part of torch is experimental, and a graph can still be traced
-        log.warning("a graph cannot be loaded or saved", name=name, why=f"{type(error).__name__}: {error}")
+        why = shortened(f"{type(error).__name__}: {error}")
+        log.warning("a graph cannot be loaded or saved", name=name, why=why)
         return None
+
+
+def shortened(message: str) -> str:
+    """Return the beginning and the end of a long message: a compiler's may have its whole input."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    half = MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} [...] {message[-half:]}"
 
 
 def compiled(method: Callable[..., Any], examples: tuple[object, ...], file: Path) -> Callable[..., Any]:

@@ -66,6 +66,8 @@ def log_line(line: str) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address. Raises ValueError."""
+    if not host:
+        raise ValueError("--host is empty; use 127.0.0.1 for this machine, or 0.0.0.0 for every interface")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -251,24 +253,26 @@ def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | Non
     ):
         settings = guarded(listener, settings, env)
         path = f"{directory}/engine.sock"
-        engine = command(engine_module(settings), EngineArguments(settings, path, parent_fd))
+        name, module = engine_process(settings)
+        engine = command(module, EngineArguments(settings, path, parent_fd))
         arguments = HTTPArguments(settings, path, listener.fileno(), parent_fd, beating_fd)
         http = command("serving.http.app", arguments)
         http_fds = [parent_fd, listener.fileno(), beating_fd]
-        speaker = Child("engine", engine, [parent_fd], env, is_proven=False)
+        speaker = Child(name, engine, [parent_fd], env, is_proven=False)
         server = Child("HTTP process", http, http_fds, env, is_proven=True)
         server.heartbeat_fd = heartbeat_fd
         with nullcontext() if status_line is None else status_line.open():
             return asyncio.run(run(speaker, server, listener, path, settings.grace_s, status_line))
 
 
-def engine_module(settings: Settings) -> str:
-    """Return the process that speaks the engine's protocol: the engine, or a gateway in its place."""
+def engine_process(settings: Settings) -> tuple[str, str]:
+    """Return the name and the module of the process that speaks the engine's protocol: the engine, or a gateway in
+    its place."""
     if settings.replicas.are_on_ray:
-        return "serving.cluster.gateway_process"
+        return "gateway", "serving.cluster.gateway_process"
     if settings.on_demand is not None:
-        return "serving.on_demand.gateway_process"
-    return "serving.engine.engine_process"
+        return "gateway", "serving.on_demand.gateway_process"
+    return "engine", "serving.engine.engine_process"
 
 
 @contextmanager

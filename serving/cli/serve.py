@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from serving.cli.common import app, named_directories, num_bytes, repository_names, writable_directory
+from serving.cli.common import app, named_directories, repository_names, writable_directory
 from serving.cli.flags import with_groups
 from serving.cli.limit_flags import Limits
 from serving.cli.on_demand_flags import OnDemand
@@ -74,7 +74,7 @@ def serve(
         aliases=model.names(served, repository_names(models)),
         memory=memory.settings(),
         latency=latency.settings(),
-        limits=limits.settings(security, num_bytes(memory.http_memory)),
+        limits=limits.settings(security, memory.http_memory_bytes()),
         security=security.settings(),
     )
     if logs.log is not None:

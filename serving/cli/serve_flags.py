@@ -43,6 +43,8 @@ from zoo.text.pronunciations import read_file
 MAX_TTFA_S = 10.0
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 HOST_NAME = re.compile(r"[^\s/:?#@*]+")
+RAY_ADDRESS = re.compile(r"auto|\S+:\d{1,5}")
+MIN_HTTP_MEMORY = "12MiB"  # a recording of 60 s and 48 kHz
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,15 @@ class Memory:
         ),
     ] = "1GiB"
 
+    def http_memory_bytes(self) -> int:
+        """Raises ValueError if it would refuse every recording."""
+        given = num_bytes(self.http_memory)
+        if given < num_bytes(MIN_HTTP_MEMORY):
+            raise ValueError(
+                f"--http-memory {self.http_memory} holds no recording; give {MIN_HTTP_MEMORY} or more"
+            )
+        return given
+
     def settings(self) -> settings.Memory:
         """Raises ValueError."""
         return settings.Memory(
@@ -415,6 +426,11 @@ class Replicas:
     def settings(self) -> settings.Replicas:
         """Raises ValueError."""
         counts = bounds_of(self.replicas)
+        if self.ray_address is not None and not RAY_ADDRESS.fullmatch(self.ray_address):
+            raise ValueError(
+                f"--ray-address {self.ray_address!r} is not the address of a cluster; use HOST:PORT, such as "
+                "10.0.0.1:6379, or auto"
+            )
         if counts == (0, 0) and self.ray_address is None:
             raise ValueError("--replicas 0 uses the replicas of a Ray cluster; name it with --ray-address")
         return settings.Replicas(counts, self.ray_address)

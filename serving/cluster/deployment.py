@@ -26,7 +26,7 @@ APPLICATION = DEPLOYMENT = "zoo"
 # waits for them when a replica is to end.
 MAX_OPEN = 10_000
 DRAIN_S = 300.0  # for the open answers of a replica that is to end
-LOOK_S = 1.0  # how often a gateway looks for replicas that another server starts
+LOOK_S = 1.0  # how often a gateway looks for replicas that another server starts, and whether nodes are alive
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 PASSED_ON = ("ZOO_LOG", "ZOO_CACHE_DIR", "PYTHONPATH")  # variables of the gateway that replicas need
 
@@ -114,6 +114,11 @@ def join(address: str | None) -> None:
 def is_unexpected(record: logging.LogRecord) -> bool:
     """Return False for Serve's error that a lost replica's places cannot be given back."""
     return record.msg != "Failed to release reserved replica slot."
+
+
+def has_node() -> bool:
+    """Return whether any node of the cluster is alive."""
+    return any(node["Alive"] for node in ray.nodes())
 
 
 def deploy(settings: Settings) -> bool:

@@ -60,6 +60,8 @@ async def run(arguments: EngineArguments) -> bool:
     gateway = ClusterGateway(dispatcher, settings.replicas.counts[0])
     await gateway.listen(arguments.socket)
     running = [asyncio.create_task(work) for work in (gateway.tell_state(), dispatcher.look_after())]
+    if settings.replicas.address is None:
+        running.append(asyncio.create_task(end_if_lost()))
     is_ours = await serve(settings, stopping)
     await stopping.wait()
     for task in running:
@@ -67,6 +69,15 @@ async def run(arguments: EngineArguments) -> bool:
     await gateway.close()
     await dispatcher.close()
     return is_ours
+
+
+async def end_if_lost() -> None:
+    """End this process if its own cluster has lost this machine. The supervisor then starts it anew, with another
+    cluster; Ray would wait for a node for ever. Runs until cancelled."""
+    while await asyncio.to_thread(deployment.has_node):
+        await asyncio.sleep(deployment.LOOK_S)
+    sys.stderr.write("zoo: Ray's process for this machine (raylet) has ended: the gateway ends, too\n")
+    os._exit(1)  # disconnecting would wait for the node
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> bool:

@@ -25,7 +25,7 @@ from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine.composer import Composer
 from serving.engine.device import warmup
-from serving.engine.device.arena import Arena
+from serving.engine.device.arena import Arena, check_there_is
 from serving.engine.device.runner import CODECS, Runner
 from serving.engine.events import OUT_OF_MEMORY, Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.inbox import Inbox
@@ -96,9 +96,9 @@ class Engine:
         self.clock = clock
         self.arena = Arena(list(named.values()), kv_memory_bytes)
         self.pages = Pages(self.arena.num_pages, self.arena.num_scratch)
-        swap_memory_bytes = (
-            usual_swap_bytes(kv_memory_bytes) if swap_memory_bytes is None else swap_memory_bytes
-        )
+        if swap_memory_bytes is None:
+            swap_memory_bytes = usual_swap_bytes(kv_memory_bytes)
+        check_there_is(swap_memory_bytes, torch.device("cpu"), "swap memory")
         self.paging = Paging(
             lambda: self.models.values(),
             self.pages,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,10 @@ def test_others_wait_for_the_process_that_makes_an_entry(place):
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot hold compiled code"), opened(tmp_path / "file" / "entry"):
+    with (
+        pytest.raises(ValueError, match="is not a directory; set ZOO_CACHE_DIR to"),
+        opened(tmp_path / "file" / "e"),
+    ):
         pass
 
 
@@ -365,6 +369,29 @@ def test_a_file_that_is_added_is_private_whatever_the_umask(place):
         "more.saved",
         "step.saved",
     }
+
+
+def test_processes_that_extend_an_entry_at_once_keep_each_others_lines(place, monkeypatch):
+    make(place)
+    read, both_read = artifacts.listed_files, threading.Barrier(2)
+
+    def listed_files(place: Path) -> dict[str, str]:
+        found = read(place)
+        with suppress(threading.BrokenBarrierError):  # the other one waits for its turn
+            both_read.wait(0.2)
+        return found
+
+    def extend(name: str) -> None:
+        (place / name).write_bytes(b"more")
+        artifacts.extend_manifest(place, [name])
+
+    monkeypatch.setattr(artifacts, "listed_files", listed_files)
+    extending = [threading.Thread(target=extend, args=[name]) for name in ("one.saved", "two.saved")]
+    for thread in extending:
+        thread.start()
+    for thread in extending:
+        thread.join()
+    assert read(place).keys() >= {"step.saved", "one.saved", "two.saved"} and artifacts.damage(place) is None
 
 
 @pytest.mark.parametrize("name", ["", "a", "a/kernel.so", "step.saved", MANIFEST])

@@ -196,6 +196,18 @@ def test_a_graph_that_cannot_be_loaded_is_made_again(model, tmp_path, capsys):
 
 
 @torch.inference_mode()
+def test_a_compilers_long_error_is_a_short_line(model, tmp_path, monkeypatch, capsys):
+    def compile(*_: object, **__: object) -> None:
+        raise RuntimeError("C++ compile error" + 9_000 * " source" + " No space left on device")
+
+    monkeypatch.setattr(saved, "_compile", compile)
+    with Start(model, tmp_path / "compiled" / "model") as first:
+        first.check(inputs(8))
+    said = capsys.readouterr().out
+    assert "C++ compile error" in said and "No space left on device" in said and len(said) < 2_000
+
+
+@torch.inference_mode()
 def test_a_graph_that_cannot_be_saved_is_traced(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(saved, "_compile", lambda *_, **__: object())
     with Start(model, tmp_path / "compiled" / "model") as start:

@@ -63,6 +63,9 @@ def test_a_flag_without_effect_is_refused(tmp_path, flags, says):
         (["--allowed-host", "a.example:8000"], "without a scheme or a port"),
         (["--allowed-host", ""], "'' is not a host name"),
         (["--aligner-device", "cuda"], "--aligner-device needs --aligner"),
+        (["--http-memory", "1"], "--http-memory 1 holds no recording; give 12MiB or more"),
+        (["--ray-address", "foo"], "--ray-address 'foo' is not the address of a cluster; use HOST:PORT"),
+        (["--ray-address", ""], "use HOST:PORT, such as 10.0.0.1:6379, or auto"),
     ],
 )
 def test_a_server_refuses_a_flag_that_could_not_work(flags, says, monkeypatch):

@@ -136,7 +136,7 @@ def test_models_on_demand_are_the_directories_in_one(started, tmp_path, flags, o
     settings, _ = started("--model-dir", tmp_path / "models", *flags)
     assert settings.on_demand == on_demand
     assert settings.models == {name: str(tmp_path / "models" / name) for name in "ab"}
-    assert supervisor.engine_module(settings) == "serving.on_demand.gateway_process"
+    assert supervisor.engine_process(settings) == ("gateway", "serving.on_demand.gateway_process")
 
 
 def test_a_directory_without_directories_is_refused(tmp_path):

@@ -323,6 +323,13 @@ def test_an_address_of_another_machine_is_one_clear_line(host):
         supervisor.bind(host, 0)
 
 
+def test_an_empty_address_is_one_line_that_says_what_is_possible():
+    with pytest.raises(
+        ValueError, match=r"--host is empty; use 127\.0\.0\.1 for this machine, or 0\.0\.0\.0"
+    ):
+        supervisor.bind("", 0)
+
+
 def test_a_directory_that_cannot_hold_a_socket_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with (

@@ -61,15 +61,15 @@ def common_page_bytes(families: Sequence[Family[Any]]) -> int:
     return size
 
 
-def check_there_is(num_bytes: int, device: torch.device) -> None:
-    """Raises ValueError for more memory than the device has, free or in use."""
+def check_there_is(num_bytes: int, device: torch.device, what: str = "KV memory") -> None:
+    """Raises ValueError for more memory than the device has, free or in use. what: the memory is for."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
     else:
         total = limits.memory_bytes()
     if num_bytes > total:
         raise ValueError(
-            f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}"
+            f"{num_bytes} bytes of {what} are more than this machine's {device.type} has: {total}"
         )
 
 

@@ -1,5 +1,6 @@
 """The replicas' settings for Ray Serve, without a cluster."""
 
+import asyncio
 from types import SimpleNamespace
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
 
-from serving.cluster import deployment
+from serving.cluster import deployment, gateway_process
 from serving.cluster.router import SoonestRouter
 from serving.cluster.scaling import BUSY, FIRST_AUDIO, by_first_audio
 from serving.settings import ModelOptions, Replicas, Settings
@@ -50,6 +51,16 @@ def test_a_range_scales_by_first_audio_within_its_bounds():
     context = SimpleNamespace(target_num_replicas=2, aggregated_metrics=figures)
     assert by_first_audio(context)[0] == 3
     assert by_first_audio(SimpleNamespace(target_num_replicas=2, aggregated_metrics=None))[0] == 2
+
+
+def test_a_gateway_ends_when_its_own_cluster_has_no_node_left(monkeypatch, capfd):
+    nodes = [[{"Alive": True}], [{"Alive": True}, {"Alive": False}], [{"Alive": False}]]
+    ended = []
+    monkeypatch.setattr(deployment, "LOOK_S", 0)
+    monkeypatch.setattr(deployment.ray, "nodes", lambda: nodes.pop(0))
+    monkeypatch.setattr(gateway_process.os, "_exit", ended.append)
+    asyncio.run(gateway_process.end_if_lost())
+    assert (ended, nodes) == ([1], []) and "zoo: Ray's process for this machine" in capfd.readouterr().err
 
 
 def test_a_configuration_file_has_the_fields_of_the_settings(cluster):

@@ -10,6 +10,7 @@ from models import directory, family
 import zoo
 from serving.engine.device.arena import check_there_is
 from serving.engine.device.staging import recorded_rows
+from serving.engine.engine import Engine
 from serving.engine.loading import CPU_PART, sizes
 from serving.engine.memory.memory_plan import (
     SLOTS,
@@ -123,6 +124,12 @@ def test_kv_memory_is_refused_only_beyond_all_memory_of_a_gpu(monkeypatch):
     check_there_is(2000, torch.device("cuda"))
     with pytest.raises(ValueError, match="more than this machine's cuda has: 2000"):
         check_there_is(2001, torch.device("cuda"))
+
+
+def test_swap_memory_beyond_the_hosts_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("compile_cache.limits.memory_bytes", lambda: 2 << 30)
+    with pytest.raises(ValueError, match="of swap memory are more than this machine's cpu has: 2147483648"):
+        Engine(family("qwen3_tts"), max_slots=1, swap_memory_bytes=(2 << 30) + 1)
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen3_tts", "tiny-base"), ("higgs_v3", "tiny")])

@@ -277,6 +277,14 @@ class Files(BaseHTTPRequestHandler):
                 self.answer(302, b"", location="file:///etc/passwd")
             case "/large":
                 self.answer(200, bytes(600_000))
+            case "/cut":
+                self.answer(200, WAV[:1000], content_length=str(len(WAV)))
+            case "/page":
+                self.answer(200, b"<!doctype html><p>Not here</p>")
+            case "/slow":
+                self.answer(200, b"", content_length="9")
+                while not self.server.going.wait(0.05):
+                    self.wfile.write(b"R")
             case "/silent":
                 self.server.going.wait(20)
             case _:
@@ -284,8 +292,8 @@ class Files(BaseHTTPRequestHandler):
 
     def answer(self, status, body, **headers):
         self.send_response(status)
-        for name, value in {"content-length": len(body), **headers}.items():
-            self.send_header(name, str(value))
+        for name, value in {"content_length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         self.wfile.write(body)
 
@@ -333,6 +341,9 @@ def test_a_reference_is_fetched_from_a_url(fetching, host, public, path):
         ("/inside", "not at a public address"),
         ("/file", "must begin with http"),
         ("/large", "more than 500000 bytes"),
+        ("/cut", "its URL cannot be fetched"),
+        ("/page", "its audio format is not supported"),
+        ("/slow", "did not answer within 0.3 s"),
         ("/silent", "did not answer within 0.3 s"),
     ],
 )
