@@ -21,6 +21,7 @@ from zoo.hub import (
     ONE_MODEL,
     ORIGINAL,
     TRANSFORMERS_INDEX,
+    cached_directory,
     local_directory,
     name_of,
     repository_of,
@@ -218,6 +219,20 @@ def cached(home: Path) -> Path:
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
     return shutil.copytree(directory("qwen3_tts", "tiny"), repository / "snapshots" / COMMIT)
+
+
+def test_a_cached_repository_is_found_and_another_one_is_not_fetched(tmp_path, monkeypatch):
+    """OpusLM uses a copy of XEUS, which has another licence, only if the user downloaded it."""
+    real = huggingface_hub.snapshot_download
+
+    def snapshot_download(repository: str, **how: bool) -> str:
+        assert how == {"local_files_only": True}
+        return real(repository, cache_dir=tmp_path / "hub", **how)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert cached_directory("org/name") is None
+    snapshot = cached(tmp_path)
+    assert cached_directory("org/name") == snapshot and cached_directory("org/other") is None
 
 
 def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"  # whose bytes follow in the file
-KINDS = {"f": "f", "i": "i", "u": "u", "b": "b"}
+KINDS = "fiub"  # of dtypes, by their first letters
 MAX_BYTES = 1 << 31  # of one array
 
 

@@ -171,9 +171,9 @@ class EncodedFile(Generic[T]):
 
 def prune(directory: Path) -> None:
     """Delete all but the MAX_FILES newest encodings of a recording. Raises OSError."""
-    files = [file for file in directory.glob("*-*-*.safetensors") if not file.name.startswith(".")]
-    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files[MAX_FILES:]:
+    files = directory.glob("*-*-*.safetensors")
+    newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in newest[MAX_FILES:]:
         file.unlink(missing_ok=True)
 
 

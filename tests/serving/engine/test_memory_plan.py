@@ -24,6 +24,7 @@ from serving.engine.memory.memory_plan import (
     state_tensors,
     usual_kv_bytes,
     usual_past_bytes,
+    usual_swap_bytes,
 )
 from serving.settings import Latency, Memory, ModelOptions, Policy, Settings
 from zoo import kernels
@@ -207,6 +208,11 @@ def test_a_small_kv_memory_that_is_given_is_all_that_must_fit(monkeypatch):
         sizes(Settings(models, memory=Memory(4)))
     slots, _ = sizes(Settings(models))
     assert sizes(Settings(models, memory=Memory(None, 1 << 40))) == (slots, 1 << 40)
+
+
+def test_paused_streams_have_five_times_the_kv_cache_and_at_most_a_quarter_of_the_hosts_memory(monkeypatch):
+    monkeypatch.setattr("compile_cache.limits.memory_bytes", lambda: 8000)
+    assert [usual_swap_bytes(kv_memory_bytes) for kv_memory_bytes in (100, 400, 401)] == [500, 2000, 2000]
 
 
 def test_sizes_on_a_cpu_need_no_survey():

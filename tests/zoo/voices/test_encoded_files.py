@@ -142,13 +142,13 @@ def test_a_deleted_voice_is_not_an_error(clip):
 def test_the_latest_files_are_kept(clip):
     (clip.kept_in / "voice.safetensors").write_bytes(b"the recording")
     for i in range(MAX_FILES + 3):
-        file = file_of(clip, encoder=f"{i:016}")
+        file = file_of(clip, encoder=f"{99 - i:016}")  # the last name is the oldest file's
         file.write(VOICE)
         os.utime(file.path, (i, i))
     file_of(clip, encoder="f" * 16).write(VOICE)
     names = sorted(os.listdir(clip.kept_in))
     assert len(names) == MAX_FILES + 1 and "voice.safetensors" in names
-    assert [int(name.split("-")[1]) for name in names[:-2]] == list(range(4, MAX_FILES + 3))
+    assert [99 - int(name.split("-")[1]) for name in names[-3::-1]] == list(range(4, MAX_FILES + 3))
 
 
 def test_settings_weights_and_shapes_identify_an_encoder():
