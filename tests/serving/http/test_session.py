@@ -306,7 +306,7 @@ def test_cancel_stops_immediately_and_the_session_continues(server, text):
     with session(server) as client:
         client.configure()
         client.say(text)
-        until(lambda: last_asked(server)[0]["text"] == text)
+        until(lambda: [each["text"] for each in last_asked(server)] == [text])
         if "hold" in text:
             client.event("audio.start"), client.audio(), client.audio()
         client.send("input.cancel")
