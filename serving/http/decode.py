@@ -23,9 +23,8 @@ MARKS = (
     (4, b"ftyp", "mp4"),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
-CUT_OFF = (
-    "mp3"  # of a file that begins like none: a part of an MP3 file, in which FFmpeg looks for the first frame
-)
+# Of a file that begins like none: it may be a part of an MP3 file, and FFmpeg looks for its first frame.
+CUT_OFF = "mp3"
 KNOWN = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), AAC, M4A/MP4, WebM or AIFF"
 
 

@@ -62,7 +62,7 @@ def common_page_bytes(families: Sequence[Family[Any]]) -> int:
 
 
 def check_there_is(num_bytes: int, device: torch.device, what: str = "KV memory") -> None:
-    """Raises ValueError for more memory than the device has, free or in use. what: the memory is for."""
+    """Raises ValueError for more memory than the device has, free or in use. what: its name."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
     else:
