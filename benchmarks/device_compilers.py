@@ -1,7 +1,8 @@
 """More processes that compile for a part of device.py, so that its start takes as long as its longest stage.
 
-    the part        step ────────────────────────────┐  prefill and renders: found in Inductor's cache,
-    compilers       prefill ── end                   │  which all of them share
+    the part        step ────────────────────────────┐  the others: found in Inductor's cache, which all
+    compilers       mixed step ── end                │  of them share
+                    prefill ── end                   │
                     each window of a render ── end   │
 
 A start compiles its stages one after the other, and each spends most of its time in one thread. Every compiler loads
@@ -45,9 +46,11 @@ def beside(count: int, checkpoint: Path) -> Iterator[None]:
 def compile_stage(runner: Runner, index: int) -> str | None:
     """Warm stage `index` of those behind the step and return its name. Windows that share their code are warmed once,
     by the first one, for whose sizes that code is laid out. Returns None if there is no such stage."""
-    _, prefill, *renders = stages(runner)
+    _, *later = stages(runner)
+    prompts = [each for each in later if not each[0].startswith("render")]
+    renders = later[len(prompts) :]
     shares = isinstance(runner.lowered.how[2], Parts)
-    order = [prefill, *(renders[:1] if shares else renders)]
+    order = [*reversed(prompts), *(renders[:1] if shares else renders)]
     if index >= len(order):
         return None
     name, stream, stage = order[index]

@@ -64,7 +64,7 @@ def recorded_again(runner: Runner, order: str) -> tuple[Recorded, Recorded]:
     graphs = runner.lowered.step_graphs, runner.lowered.render_graphs
     for known, priority in zip(graphs, ORDERS[order], strict=True):
         stream, pool = torch.cuda.Stream(priority=priority), torch.cuda.graph_pool_handle()
-        keys = [key for key in known.recorded if not name(key).startswith("prefill")]
+        keys = [key for key in known.recorded if not name(key).startswith(("prefill", "mixed"))]
         found.append({key: recorded_on(stream, runner, key, pool) for key in keys})
     return found[0], found[1]
 
@@ -136,6 +136,8 @@ def stage(runner: Runner, key: Hashable) -> None:
             warmup.nothing_of(runner, *sizes)
         elif kind == "prefill":
             warmup.prefill_of(runner, *sizes)
+        elif kind == "mixed":
+            warmup.mixed_of(runner, *sizes)
         else:
             most = runner.table.max_pages * runner.table.page_tokens
             runner.kv_lens[runner.table.spares] = min(warmup.TIMED_POSITIONS, most)

@@ -51,7 +51,8 @@ SLOW_CPU = Cost(
 )
 H200 = Cost(
     step_s=lambda slots: 0.0047 + 1.1e-5 * slots,
-    prefill_s=lambda tokens: 0.0019,
+    prefill_s=lambda tokens: 0.0004,  # predicted: a step with a prompt of 100 positions, and one without
+    prefill_alone_s=lambda tokens: 0.0019,
     render_s=partial(render_s, H200_RENDER_MS),
     turn_s=0.001,
     turn_slot_s=2e-5,
@@ -69,7 +70,8 @@ COSY_CPU = Cost(
 )
 COSY_H200 = Cost(
     step_s=lambda slots: 0.00108 + 2e-6 * slots,
-    prefill_s=lambda tokens: 0.0013,
+    prefill_s=lambda tokens: 0.0002,  # predicted, as above
+    prefill_alone_s=lambda tokens: 0.0013,
     render_s=partial(render_s, COSY_H200_RENDER_MS),
     turn_s=0.0006,
     turn_slot_s=2e-5,
@@ -78,9 +80,11 @@ COSY_H200 = Cost(
 
 def times(cost: Cost, factor: float) -> Cost:
     """Return costs whose launches take `factor` times as long."""
+    alone_s = cost.prefill_alone_s or cost.prefill_s
     return replace(
         cost,
         step_s=lambda slots: factor * cost.step_s(slots),
         prefill_s=lambda tokens: factor * cost.prefill_s(tokens),
+        prefill_alone_s=lambda tokens: factor * alone_s(tokens),
         render_s=lambda rows, frames: factor * cost.render_s(rows, frames),
     )

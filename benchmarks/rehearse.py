@@ -45,13 +45,15 @@ from compile_cache.strategy import Eager, Parts
 from serving.engine.device.prepare_for_host import DEPTHS
 from serving.engine.device.runner import CODECS
 from serving.engine.memory.memory_plan import MemoryPlan, plan
+from serving.engine.schedule.numbers import STREAMING_PREFILL_TOKENS
 from zoo.contract import Window
 from zoo.nn import fp8, frame_stack
 from zoo.nn.swiglu import WAYS
 
 CONTEXT = 500  # positions of every slot
-PARTS = ("step", "prefill", "render", "listen")
+PARTS = ("step", "mixed", "prefill", "render", "listen")
 PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
+MIXED_PROMPTS = (1, 2)  # with a step of all slots
 
 
 @dataclass
@@ -178,6 +180,11 @@ def rehearse(
         for num_prompts in (n for n in PROMPTS if n <= max(slots) and "prefill" in parts):
             runner.count_prefill([PROMPT_TOKENS] * num_prompts)
             result.parts.append(_part(log, "prefill", num_prompts))
+        lanes = 1 if spec.opens_late else spec.lanes
+        for num_prompts in (n for n in MIXED_PROMPTS if n <= max(slots) and "mixed" in parts):
+            if num_prompts * lanes * PROMPT_TOKENS <= STREAMING_PREFILL_TOKENS:
+                runner.count_mixed(max(slots), [PROMPT_TOKENS] * num_prompts)
+                result.parts.append(_part(log, "mixed", num_prompts))
         # A render's bytes and FLOPs are linear between the fewest slots and the most.
         ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
         for num_slots, frames in product(ends, runner.windows):
@@ -207,8 +214,9 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     steps = num_graphs(sizes.buckets)
     if spec.opens_late:
         steps = len({(size > 1, size + num > 1) for size in sizes.buckets for num in sizes.open_rows(size)})
-    shapes = steps, 1, renders
-    known = zip(PARTS[:3], shapes, runner.lowered.how, strict=True)  # encoders are eager
+    shapes = steps, num_graphs(sizes.mixed_buckets), 1, renders
+    ways = runner.lowered.how[:1] + runner.lowered.how
+    known = zip(PARTS[:4], shapes, ways, strict=True)  # encoders are eager
     return sum(n for part, n, how in known if how != Eager() and part in parts)
 
 

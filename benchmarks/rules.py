@@ -118,8 +118,8 @@ def by(policy: type[Streaming]) -> Callable[[Simulation], None]:
     return use
 
 
-def prompts_at_once(simulation: Simulation) -> None:
-    simulation.model.scheduler.prefill_interval = 1
+def prompts_apart(simulation: Simulation) -> None:
+    simulation.model.runner.has_mixed = False
 
 
 def renders_at_once(simulation: Simulation) -> None:
@@ -152,7 +152,7 @@ RULES: dict[str, Callable[[Simulation], None]] = {
     "late listeners": by(NoneLate),
     "padding": by(NotPadded),
     "at risk": by(OnlyFullWindows),
-    "prompts wait for more": prompts_at_once,
+    "prompts in a step's launch": prompts_apart,
     "renders in flight": renders_at_once,
     "one long render": several_long_renders,
     "steps leave the device to long renders": steps_at_once,

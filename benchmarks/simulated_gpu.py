@@ -85,11 +85,22 @@ class Measured:
         each_s = (host_s[most] - host_s[fewest]) / (most - fewest)
         return Cost(
             step_s=recorded(timed(self.figures, "step")),
-            prefill_s=recorded(timed(self.figures, "prefill")),
+            prefill_s=self._added_s,
+            prefill_alone_s=recorded(timed(self.figures, "prefill")),
             render_s=partial(render_s, self.renders_ms),
             turn_s=host_s[fewest] - fewest * each_s,
             turn_slot_s=each_s,
         )
+
+    def _added_s(self, tokens: int) -> float:
+        """Return what prompts add to a step. A result without mixed launches does not say it; then it is what
+        the positions add to the shortest prefill."""
+        if mixed := timed(self.figures, "mixed"):
+            rows = max(rows for rows, _ in mixed)
+            known = {(num,): took_s for (slots, num), took_s in mixed.items() if slots == rows}
+            return recorded(known)(tokens) - timed(self.figures, "step")[(rows,)]
+        alone = timed(self.figures, "prefill")
+        return recorded(alone)(tokens) - min(alone.values())
 
     def simulation(self, rule: str, renders_part: float) -> Simulation:
         counts, table = self.counts, self.renders_ms

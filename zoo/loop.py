@@ -156,7 +156,7 @@ class SoloBatches:
         batch = self._batch(lanes, [range(length - 1, length) for length in self.lengths], self.lengths)
         if self.opens_late:
             batch.reads = torch.tensor(lanes, device=self.device)
-            batch.sequences = torch.tensor([[0], [lanes[-1]]], device=self.device)
+            batch.outputs = torch.tensor([[0], [lanes[-1]]], device=self.device)
         return batch
 
     def _batch(self, lanes: range, stretches: list[range], lengths: Sequence[int]) -> Batch:

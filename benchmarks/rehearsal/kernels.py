@@ -44,6 +44,7 @@ FURTHER_PHASES: dict[str, Callable[[dict[str, Any]], int]] = {
 # layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
     ("_attend_stretch", "arena"): lambda given: _past_bytes(given["k"], given["capacity"]),
+    ("_write", "kv"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
     ("_keep_stretch", "arena"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
     # a table of addresses stands for the weights, and half of a frame's cache is filled on average
     ("_run_stack", "table"): lambda given: _stack_weights(given) * given["x"].itemsize,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -21,9 +21,9 @@ from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.page_table import INT
 from serving.engine.device.runner import Runner
-from serving.engine.device.warmup import tf32, warm_prefill, warm_render, warm_step
+from serving.engine.device.warmup import tf32, warm_mixed, warm_prefill, warm_render, warm_step
 from serving.engine.memory.memory_plan import usual_kv_bytes
-from zoo.contract import Batch, Family, Lane, View
+from zoo.contract import NEVER, Batch, Family, Lane, View
 from zoo.request import AudioClip
 
 SPEECH_HZ = 16_000  # of what a user says
@@ -56,9 +56,11 @@ class Rehearsed(Runner):
         self.windows, self.lengths = window.sizes, window.lengths or (0,)
         if is_largest_window:
             self.windows, self.lengths = (max(self.windows),), (max(self.lengths),)
-        self.sizes.buckets = self.sizes.render_batches = sorted(slots)
+        self.sizes.buckets = self.sizes.mixed_buckets = self.sizes.render_batches = sorted(slots)
         self.plain = self.lowered.step, self.lowered.prefill, self.lowered.render
+        self.mixed_plainly = self.lowered.mixed
         self.lowered.step, self.lowered.prefill = self.launch_step, self.launch_prefill
+        self.lowered.mixed = self.launch_mixed
         self.lowered.render = self.launch_render
         # during a count, by shape: the logged events, and the output
         self.renders: dict[tuple[int, int, int], tuple[list[Counter[Any]], tuple[Tensor, ...]]] = {}
@@ -66,6 +68,10 @@ class Rehearsed(Runner):
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
         with self.log.of("recorded"):
             return self.plain[0](_own(batch))
+
+    def launch_mixed(self, batch: Batch) -> tuple[Tensor]:
+        with self.log.of("recorded"):
+            return self.mixed_plainly(_own(batch))
 
     def launch_prefill(self, inputs: Tensor, batch: Batch) -> tuple[()]:
         with self.log.of("recorded"):
@@ -90,13 +96,16 @@ class Rehearsed(Runner):
     def lower(self, parts: Collection[str], entry: Entry) -> None:
         """Compile what the server's warm-up compiles, or take it from an entry of the cache."""
         self.lowered.keep_in(entry, self.codec)
-        names = ("step", "prefill", "render")
-        step, prefill, render = (
-            how != Eager() and part in parts for part, how in zip(names, self.lowered.how, strict=True)
+        names = ("step", "mixed", "prefill", "render")
+        ways = self.lowered.how[:1] + self.lowered.how
+        step, mixed, prefill, render = (
+            how != Eager() and part in parts for part, how in zip(names, ways, strict=True)
         )
         with mock.patch.object(Graphs, "record", lambda graphs, key, launch: launch()):
             if step:
                 warm_step(self)
+            if mixed:
+                warm_mixed(self)
             if prefill:
                 warm_prefill(self)
             for frames, length in product(self.windows, self.lengths) if render else ():
@@ -110,13 +119,25 @@ class Rehearsed(Runner):
     def count_prefill(self, tokens: Sequence[int]) -> None:
         """Count one launch that fills the given number of positions of each prompt. A second lane that opens late
         is filled from pages that all requests share."""
+        chunks = self._chunks(range(len(tokens)), tokens)
+        self._count(lambda: self.prefill(chunks), len(tokens), 0)
+
+    def count_mixed(self, num_slots: int, tokens: Sequence[int]) -> None:
+        """Count a step as of `count_step` that also fills the given number of positions of the last slots' prompts."""
+        first = num_slots - len(tokens)
+        chunks = self._chunks(range(first, num_slots), tokens)
+        self.table.opens_at[:first] = self.context
+        self.table.opens_at[first:] = NEVER
+        self._count(lambda: self.mixed(np.arange(num_slots), chunks), num_slots, self.context)
+
+    def _chunks(self, slots: Iterable[int], tokens: Sequence[int]) -> list[Chunk]:
         inputs = torch.zeros(max(tokens), self.family.spec.width, dtype=self.family.dtype, device=self.device)
         lane = Lane(inputs, (), torch.zeros(max(tokens), dtype=torch.bool, device=self.device))
         lanes = range(1 if self.family.spec.opens_late else self.family.spec.lanes)
-        for slot in range(len(tokens)):
+        each = list(zip(slots, tokens, strict=True))
+        for slot, _ in each:
             self.prompts[slot] = (lane,) * len(lanes)
-        chunks = [Chunk(slot, 0, count, True, n) for slot, count in enumerate(tokens) for n in lanes]
-        self._count(lambda: self.prefill(chunks), len(tokens), 0)
+        return [Chunk(slot, 0, count, True, n) for slot, count in each for n in lanes]
 
     def count_render(self, num_slots: int, frames: int, length: int = 0) -> None:
         """Count one window of `frames` frames for `num_slots` slots, in a length bucket."""

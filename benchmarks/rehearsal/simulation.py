@@ -21,9 +21,11 @@ from serving.tools.simulate import Cost, SimulatedRunner, Simulation, use_gpu_ru
 # (benchmarks/results/2026-11-26-h200-128-slots.json).
 TURN_S, TURN_STREAM_S = 1.1e-3, 5.6e-5
 
+MIXED_SLOTS = 64  # of the steps that were counted with prompts
+
 
 class PredictedRunner(SimulatedRunner):
-    """A runner whose launches take what `counts` predict: by the prompts of a prefill, and by a render's length."""
+    """A runner whose launches take what `counts` predict: by the number of prompts, and by a render's length."""
 
     def __init__(self, counts: Counts, seconds: Callable[..., float], *arguments: Any):
         """seconds: of a launch, by its name, rows, frames and length."""
@@ -31,6 +33,9 @@ class PredictedRunner(SimulatedRunner):
         self.counts, self.seconds = counts, seconds
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self.seconds("mixed", len(chunks))
+
+    def prefill_alone_s(self, chunks: Sequence[Chunk]) -> float:
         return self.seconds("prefill", len(chunks))
 
     def frames_of(self, num_steps: np.ndarray) -> np.ndarray:
@@ -45,6 +50,8 @@ def simulation(counts: Counts, card: Card, num_slots: int, strategy: Strategy) -
 
     @cache
     def seconds(name: str, rows: int, frames: int = 0, length: int = 0) -> float:
+        if name == "mixed":  # what it takes longer than a step
+            return counts.cost(card, name, rows).device_s - counts.cost(card, "step", MIXED_SLOTS).device_s
         return counts.cost(card, name, rows, frames, length).device_s
 
     def rows_of(frames: int) -> list[int]:
@@ -55,7 +62,7 @@ def simulation(counts: Counts, card: Card, num_slots: int, strategy: Strategy) -
     length = window.usual_length
     cost = Cost(
         step_s=partial(seconds, "step"),
-        prefill_s=lambda tokens: seconds("prefill", 1),
+        prefill_s=lambda tokens: seconds("mixed", 1),
         render_s=lambda rows, frames: seconds("render", rows, frames, length),
         turn_s=TURN_S,
         turn_slot_s=TURN_STREAM_S,

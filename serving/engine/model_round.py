@@ -1,6 +1,6 @@
 """One round of a model: launch prompts and a step, then read reports, render windows and deliver samples.
 
-    launch ──> prefill, step ──> collect ──> reports ──> windows ──> samples ──> client
+    launch ──> prompts, step ──> collect ──> reports ──> windows ──> samples ──> client
 
 The round keeps what is in flight: steps whose reports are not read, and renders whose samples are not
 there. Everything else belongs to the model worker.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from serving.engine.counters import ModelCounters
-from serving.engine.device.launches import Render
+from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import NOT_FINITE, OUT_OF_MEMORY, Audio
 from serving.engine.job import Job
@@ -75,27 +75,28 @@ class ModelRound:
         """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
         was anything to launch."""
         self.began_s = self.clock()
-        num_tokens = self._prefill()
+        chunks = self._next_chunks()
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         slots = self.scheduler.decoding_slots()
+        is_mixed = bool(chunks) and bool(slots.size) and self.runner.has_mixed
+        if chunks and not is_mixed:
+            for launch in [[chunk] for chunk in chunks] if self.is_reproducible else [chunks]:
+                self.runner.prefill(launch)
         if slots.size:
-            report = self.runner.step(slots)
+            report = self.runner.mixed(slots, chunks) if is_mixed else self.runner.step(slots)
             self.steps.append(Step(slots, self.tenants.generation[slots], self.runner.kv_lens[slots], report))
             self.scheduler.record_step(slots)
         self.load = IterationLoad(slots.size, num_tokens)
         return bool(num_tokens) or bool(slots.size)
 
-    def _prefill(self) -> int:
-        """Return how many positions were launched."""
+    def _next_chunks(self) -> list[Chunk]:
+        """Return the positions of prompts that this iteration reads. They count as launched from here on."""
         num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
         prefill_s = self.forecaster.costs.prefill_s(num_waiting)
         chunks = self.scheduler.next_chunks(self.clock(), prefill_s)
-        if not chunks:
-            return 0
-        for launch in [[chunk] for chunk in chunks] if self.is_reproducible else [chunks]:
-            self.runner.prefill(launch)
         for chunk in chunks:
             self.scheduler.record_prefill(chunk)
-        return sum(chunk.stop - chunk.start for chunk in chunks)
+        return chunks
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
         """Take reports, render the windows that are due because of them, and deliver samples.

@@ -31,7 +31,6 @@ from serving.engine.model_queue import ModelQueue
 from serving.engine.model_round import ModelRound
 from serving.engine.schedule.admission import Forecaster, LaunchTimes
 from serving.engine.schedule.numbers import (
-    GPU_PREFILL_INTERVAL,
     GPU_RENDERS_IN_FLIGHT,
     REPRODUCIBLE_CHUNK_PAGES,
 )
@@ -374,7 +373,6 @@ def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) ->
         spec.lanes,
         chunk_tokens,
         settings.max_unread_s,
-        prefill_interval=GPU_PREFILL_INTERVAL if family.device.type == "cuda" else 1,
         hold_s=spec.window.hold_samples / spec.sample_rate_hz,
         is_one_by_one=family.strategy.cuts_renders,
         renders_from_pages=paged_past(family) is not None,

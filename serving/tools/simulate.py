@@ -23,7 +23,6 @@ from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.engine.model_worker import ModelWorker
-from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL
 from serving.engine.schedule.render_times import RenderTimes
 from serving.tools.simulated_device import SimulatedDevice, Work
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
@@ -43,7 +42,8 @@ class Clock:
 @dataclass(frozen=True)
 class Cost:
     """Seconds of launches that have the device to themselves, and of the host's own turn. step_s: by the
-    number of slots. prefill_s: by that of positions. render_s: by the rows and frames of a window.
+    number of slots. prefill_s: what so many positions of prompts add to a step. prefill_alone_s: of a launch of
+    such positions alone; None: the same. render_s: by the rows and frames of a window.
     """
 
     step_s: Callable[[int], float] = lambda slots: 0.01 + 0.001 * slots
@@ -52,6 +52,7 @@ class Cost:
     turn_s: float = 0.0005
     turn_slot_s: float = 0.0  # of the host's turn, for each that speaks
     save_s: float = 0.0001  # of a page, to the host or back
+    prefill_alone_s: Callable[[int], float] | None = None
 
 
 class Voice(Family[Any]):
@@ -157,6 +158,10 @@ class Copy:
         return self.values
 
 
+def num_tokens(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.stop - chunk.start for chunk in chunks)
+
+
 class SimulatedRunner:
     """As Runner. is_async: launches return at once, as on a GPU, and the device works on; else they return
     when it is done, as on a CPU."""
@@ -169,6 +174,7 @@ class SimulatedRunner:
 
     def __init__(self, clock: Clock, cost: Cost, is_async: bool, family: Voice, num_slots: int, arena: Arena):
         self.clock, self.cost, self.is_async = clock, cost, is_async
+        self.has_mixed = is_async
         self.family, self.num_slots, self.arena = family, num_slots, arena
         self.streams: Streams = arena.streams
         self.page_tokens = arena.page_tokens(family)
@@ -209,19 +215,27 @@ class SimulatedRunner:
         return AsyncCopy((torch.zeros(count, 1, dtype=torch.int64),))
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
+        self._fill(chunks)
+        self._launch("lm", self.prefill_alone_s(chunks))
+
+    def _fill(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self.kv_lens[chunk.slot + chunk.lane * (self.num_slots + 1)] += chunk.stop - chunk.start
         self._check_pages()
-        self._launch("lm", self.prefill_s(chunks))
 
     def step(self, slots: np.ndarray) -> Copy:
+        return self.mixed(slots, ())
+
+    def mixed(self, slots: np.ndarray, chunks: Sequence[Chunk]) -> Copy:
+        self._fill(chunks)
         self.kv_lens[self.sequences(slots)] += 1
         self._check_pages()
         self.num_steps[slots] += 1
         made = np.minimum(self.frames_of(self.num_steps[slots]), self.wanted[slots])
         no_text, finite = np.full(len(slots), -1), np.ones(len(slots), bool)
         report = np.stack((made, made == self.wanted[slots], no_text, finite), 1)
-        return self._launch("lm", self.cost.step_s(len(slots)), report)
+        prompts_s = self.prefill_s(chunks) if chunks else 0.0
+        return self._launch("lm", self.cost.step_s(len(slots)) + prompts_s, report)
 
     def render(self, due: Render) -> Copy:
         each = self.family.spec.frame_samples
@@ -232,7 +246,10 @@ class SimulatedRunner:
         return self._launch("renders", self.render_s(due), samples, valid)
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks))
+        return self.cost.prefill_s(num_tokens(chunks))
+
+    def prefill_alone_s(self, chunks: Sequence[Chunk]) -> float:
+        return (self.cost.prefill_alone_s or self.cost.prefill_s)(num_tokens(chunks))
 
     def frames_of(self, num_steps: np.ndarray) -> np.ndarray:
         return num_steps
@@ -299,7 +316,6 @@ def use_gpu_rules(model: ModelWorker, cost: Cost, rows_of: Callable[[int], Itera
     renders, by the frames of a window."""
     sizes, step_s = model.family.spec.window.sizes, cost.step_s(model.settings.num_slots)
     model.use_render_times(RenderTimes.measured(cost.render_s, sizes, rows_of, step_s))
-    model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 
 @dataclass

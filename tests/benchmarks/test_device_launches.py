@@ -44,7 +44,7 @@ def test_each_launch_is_staged_before_it_is_timed(monkeypatch):
         monkeypatch.setattr(device_launches, "longest", lambda graph: {})
         with torch.inference_mode():
             device_launches.times(runner, lambda name, value: known.update({name: value}))
-        assert {name.split()[0] for name in known} >= {"step", "prefill", "render"}
+        assert {name.split()[0] for name in known} >= {"step", "mixed", "prefill", "render"}
         for name, value in runner.state.tensors().items():  # no slot of a request has changed
             assert torch.equal(value[: runner.num_slots], before[name][: runner.num_slots]), name
 
@@ -61,7 +61,7 @@ def test_launches_recorded_again_do_the_same():
             key
             for graphs in (lowered.step_graphs, lowered.render_graphs)
             for key in graphs.recorded
-            if key[0] != "prefill"
+            if key[0] not in ("prefill", "mixed")
         }
         lowered.step_graphs.recorded |= steps
         lowered.render_graphs.recorded |= renders
@@ -123,5 +123,6 @@ def test_a_compiler_warms_one_stage():
         runner, known = model.runner, []
         while (name := device_compilers.compile_stage(runner, len(known))) is not None:
             known.append(name)
-        assert known == ["prefill", *(f"render {n}" for n in reversed(runner.family.spec.window.sizes))]
-        assert {key[0] for key in runner.lowered.step_graphs.recorded} == {"prefill"}
+        renders = [f"render {n}" for n in reversed(runner.family.spec.window.sizes)]
+        assert known == ["mixed step", "prefill", *renders]
+        assert {key[0] for key in runner.lowered.step_graphs.recorded} == {"mixed", "prefill"}

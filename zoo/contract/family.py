@@ -217,13 +217,13 @@ class Family(nn.Module, ABC, Generic[S]):
         inputs, is_audio = self._step_inputs(state, batch, first, is_first, first_is_audio)
         h = self.hidden(inputs, replace_audio(batch, is_audio))
         lanes = len(first)
-        if batch.sequences is not None:
-            h, lanes = h[batch.sequences.flatten()], 2  # a closed lane has the values of the first one
+        if batch.outputs is not None:
+            h, lanes = h[batch.outputs.flatten()], batch.outputs.shape[0]
         state.check(slots, h.unflatten(0, (lanes, -1)).transpose(0, 1))  # [B, L, D]
         self.emit(state, slots, h)
         done, finite = state.done[slots].long(), state.finite[slots].long()
         report = [state.ready[slots], done, state.written[slots], finite]
-        if batch.sequences is not None:
+        if self.spec.opens_late:
             report.append(state.lane_at[slots])
         return torch.stack(report, 1)
 
@@ -232,14 +232,24 @@ class Family(nn.Module, ABC, Generic[S]):
     ) -> tuple[Tensor, Tensor]:
         """Return the inputs [T, D] of a step, and which of them are audio [T]. first: L of [B, D]."""
         slots, embedded = batch.slots, self.embed(state, batch.slots)
-        if batch.reads is not None:
+        if self.spec.opens_late:
             own, second = embedded.unflatten(0, (2, -1)).unbind(0)
             own = torch.where(is_first[:, None], first[0], own)
+            inputs = torch.cat((own, second))
             is_audio = torch.cat((first_is_audio | ~is_first, torch.ones_like(is_first)))
-            return torch.cat((own, second))[batch.reads], is_audio[batch.reads]
-        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
-        is_first = is_first.repeat(len(first))  # [L B]
-        return torch.where(is_first[:, None], torch.cat(tuple(first)), embedded), first_is_audio | ~is_first
+        else:
+            if batch.reads is None:
+                torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
+            is_first = is_first.repeat(len(first))  # [L B]
+            inputs = torch.where(is_first[:, None], torch.cat(tuple(first)), embedded)
+            is_audio = first_is_audio | ~is_first
+        if batch.reads is not None:
+            inputs, is_audio = inputs[batch.reads], is_audio[batch.reads]
+        if batch.prompts is not None and batch.prompt_rows is not None:
+            is_prompt, at = batch.prompt_rows >= 0, batch.prompt_rows.clamp(min=0)
+            inputs = torch.where(is_prompt[:, None], batch.prompts[at], inputs)
+            is_audio = torch.where(is_prompt, batch.is_audio[at], is_audio)
+        return inputs, is_audio
 
 
 def replace_audio(batch: Batch, is_audio: Tensor) -> Batch:

@@ -19,8 +19,9 @@ class Batch:
     host fills them.
 
     A step has one sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones.
-    A prefill has N sequences of any slots and lanes. The sequences are packed: sequence n owns positions
-    cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin at its row
+    A prefill has N sequences of any slots and lanes. A mixed launch has the sequences of a step and then those of
+    a prefill; a slot's last positions of a prompt and its first step are one sequence. The sequences are packed:
+    sequence n owns positions cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin at its row
     in the table, its values `page_tokens` rows later, and each further layer 2 * page_tokens rows later.
     """
 
@@ -33,12 +34,17 @@ class Batch:
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
     page: Tensor  # [page_tokens], the positions within a page; its shape tells a graph the page size
     # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's
-    # last input, which may be text.
+    # last input, which may be text. In a mixed launch it belongs to `prompts`, as [P].
     is_audio: Tensor
-    # For a step whose second lanes open late. There are B first lanes and then the open second ones, T in all. Both
-    # are indices, since generated kernels cannot add the sizes of slots and open lanes.
-    reads: Tensor | None = None  # [T], the row of `embed`'s output [2 B, D] that each sequence reads
-    sequences: Tensor | None = None  # [2, B], the sequence of each slot's lanes; a closed one has the first
+    # For a mixed launch, and for a step whose second lanes open late: it has B first lanes and then the open
+    # second ones. They are indices, since generated kernels cannot add the sizes of slots and open lanes.
+    reads: Tensor | None = None  # [T], the row of `embed`'s output [L * B, D] that each input is
+    outputs: Tensor | None = (
+        None  # [L, B], the input of each slot's lanes; that of a closed lane is the first one's
+    )
+    # For a mixed launch
+    prompts: Tensor | None = None  # [P, D], positions of prompts
+    prompt_rows: Tensor | None = None  # [T], the row of `prompts` that each input is, or -1
     # page_table and kv_lens in int32, for a step that FlashInfer may compute; otherwise None.
     block_tables: Tensor | None = None  # [N, P]
     seq_lens: Tensor | None = None  # [N]

@@ -34,6 +34,7 @@ class Lowered:
         self.render_graphs = Graphs(family.device, streams.renders.pool)
         step, prefill, render = self.how
         self._step = lower(family.step, step)
+        self._mixed = lower(family.step, step)  # with prompts, which is another graph
         self._hidden = lower(family.hidden, prefill)
         # One for each length bucket, since Dynamo keeps at most eight graphs of a function. A verb in parts
         # is lowered once.
@@ -59,6 +60,7 @@ class Lowered:
         step, prefill, render = self.how
         if step == Whole():
             self._step = Saved(self.family.step, "step", entry)
+            self._mixed = Saved(self.family.step, "mixed", entry)
         if prefill == Whole():
             self._hidden = Saved(self.family.hidden, "prefill", entry)
         if render == Whole():
@@ -80,6 +82,9 @@ class Lowered:
 
     def step(self, batch: Batch) -> tuple[Tensor]:
         return (self._step(self.state, batch),)
+
+    def mixed(self, batch: Batch) -> tuple[Tensor]:
+        return (self._mixed(self.state, batch),)
 
     def prefill(self, inputs: Tensor, batch: Batch) -> tuple[()]:
         self._hidden(inputs, batch)

@@ -246,24 +246,39 @@ class Runner:
 
     # launches
 
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
+    @property
+    def has_mixed(self) -> bool:
+        """Whether `step` reads prompts in the same launch."""
+        return self.sizes.has_mixed
+
+    def _fill(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, Callable[[int], Any]]:
+        """Lengthen the sequences of chunks. Return the sequences [C], by how many positions [C], and what gives
+        a launch of so many positions their inputs, and whether each is audio."""
         sequences = np.array([self.table.sequence(chunk.slot, chunk.lane) for chunk in chunks], INT)
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
         self.kv_lens[sequences] += counts
+        lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
+        stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
+
+        def gather(num_tokens: int) -> tuple[Tensor, Tensor]:
+            staging, each = self.staging, list(zip(lanes, stretches, strict=True))
+            inputs = staging.gather([lane.inputs[at] for lane, at in each], staging.inputs, num_tokens)
+            marks = [lane.audio_mask[at] for lane, at in each]
+            return inputs, staging.gather(marks, staging.is_audio, num_tokens)
+
+        return sequences, counts, gather
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
+        sequences, counts, gather = self._fill(chunks)
         owner = np.repeat(sequences, counts)
         positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
         starts = np.concatenate(([0], np.cumsum(counts)))
-        lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
-        stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
         arrive, num_tokens = self.staging.prefill(sequences, owner, positions, starts)
 
         def work() -> tuple[()]:
-            staging = self.staging
-            rows = [lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]
-            marks = [lane.audio_mask[at] for lane, at in zip(lanes, stretches, strict=True)]
-            inputs = staging.gather(rows, staging.inputs, num_tokens)
-            batch = staging.batch(arrive(), staging.gather(marks, staging.is_audio, num_tokens))
+            inputs, is_audio = gather(num_tokens)
+            batch = self.staging.batch(arrive(), is_audio)
             launch = partial(self.lowered.prefill, inputs, batch)
             self.lowered.step_graphs.run(("prefill", num_tokens), launch)
             return ()
@@ -275,9 +290,7 @@ class Runner:
     def step(self, slots: np.ndarray) -> AsyncCopy:
         """Make one frame for each of `slots` [B]. The report is [B, 4 or 5], as of `Family.step`.
         The host's work is vectors of B."""
-        opened = self.table.opened(slots) if self.family.spec.opens_late else None
-        self.kv_lens[self.sequences(slots) if opened is None else self.table.running(slots, opened)] += 1
-        self.kv_lens[self.table.spares] = 1
+        opened = self._lengthen(slots)
         rows = padded(slots, self.sizes.step_rows(len(slots)), self.state.spare)
         key: tuple[str, int] | tuple[str, int, int] = ("step", len(rows))
         if opened is not None:
@@ -291,9 +304,38 @@ class Runner:
             (report,) = self.lowered.step_graphs.run(key, launch)
             return (report[: len(slots)],)
 
+        return self._run_step("step", slots, work)
+
+    def mixed(self, slots: np.ndarray, chunks: Sequence[Chunk]) -> AsyncCopy:
+        """Do `prefill` and then `step` in one launch. Only if `has_mixed`."""
+        filled, counts, gather = self._fill(chunks)
+        opened = self._lengthen(slots)
+        num_rows, num_tokens = self.sizes.mixed(len(slots), int(counts.sum()))
+        rows = padded(slots, num_rows, self.state.spare)
+        if opened is not None:
+            opened = padded(opened, num_rows, -1)
+        arrive = self.staging.mixed(rows, opened, filled, counts, num_tokens)
+
+        def work() -> tuple[Tensor]:
+            gather(num_tokens)
+            launch = partial(self.lowered.mixed, self.staging.batch(arrive()))
+            (report,) = self.lowered.step_graphs.run(("mixed", num_rows, num_tokens), launch)
+            return (report[: len(slots)],)
+
+        return self._run_step("mixed", slots, work)
+
+    def _lengthen(self, slots: np.ndarray) -> np.ndarray | None:
+        """Lengthen the sequences of slots that take a step. Return the places of those whose second lanes do,
+        too; None if these lanes do not open late."""
+        opened = self.table.opened(slots) if self.family.spec.opens_late else None
+        self.kv_lens[self.sequences(slots) if opened is None else self.table.running(slots, opened)] += 1
+        self.kv_lens[self.table.spares] = 1
+        return opened
+
+    def _run_step(self, event: str, slots: np.ndarray, work: Callable[[], tuple[Tensor]]) -> AsyncCopy:
         began_s = self.timer()
         copy = self.streams.lm.run(work, self.observer)
-        self._observe("step", len(slots), began_s)
+        self._observe(event, len(slots), began_s)
         return copy
 
     def render(self, due: Render) -> AsyncCopy:

@@ -18,7 +18,9 @@ CACHED_SAMPLES = 150_000
 # Rows of a reproducible render on a GPU: a lone row costs as much as so many, and many share launches.
 REPRODUCIBLE_ROWS = 8
 WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
-PREFILL_TOKENS = (16, 64, 256, 1024)  # of recorded launches; a shorter one is padded up to one
+# Of recorded launches; a shorter one is padded up to one.
+PREFILL_TOKENS = (16, 64, 128, 256, 1024)
+MIN_MIXED_TOKENS = 64  # positions of prompts in a mixed launch; fewer take no less time
 
 Arrive = Callable[[], dict[str, Tensor]]
 
@@ -47,11 +49,25 @@ class Sizes:
         self.buckets = up_to(num_slots, family.strategy.batches)
         self.render_batches = family.strategy.render_batches
         self.prefill_tokens = [n for n in PREFILL_TOKENS if n < prefill_tokens] + [prefill_tokens]
+        # Every second size of a step, and the largest: a start records each with each number of positions.
+        self.mixed_buckets = self.buckets[::-2][::-1]
+        self.mixed_tokens = [n for n in self.prefill_tokens if n >= MIN_MIXED_TOKENS] or [prefill_tokens]
+
+    @property
+    def has_mixed(self) -> bool:
+        """Whether a step can read prompts in the same launch. Each size of a launch rounds in its own way, so
+        reproducible steps do not."""
+        return self.is_recorded and not self.is_reproducible
 
     def step_rows(self, count: int) -> int:
         if self.is_reproducible:
             return self.num_slots
         return next(n for n in self.buckets if n >= count) if self.is_recorded else count
+
+    def mixed(self, count: int, num_tokens: int) -> tuple[int, int]:
+        """Return the slots and the positions of prompts of the mixed launch for so many."""
+        rows = next(n for n in self.mixed_buckets if n >= count)
+        return rows, next(n for n in self.mixed_tokens if n >= num_tokens)
 
     def open_rows(self, rows: int) -> list[int]:
         """Return the possible numbers of open second lanes in a step of `rows` slots."""
@@ -113,6 +129,10 @@ class Staging:
         numbers += 2 * table.num_sequences
         self.step_inputs = LaunchInputs(device, numbers + table.num_sequences * (1 + table.max_pages), 10)
         self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
+        # twice the sequences, and one; the inputs of a step and of prompts
+        numbers = (2 * table.num_sequences + 1) * (2 + table.max_pages) + 1
+        numbers += 4 * (table.num_sequences + prefill_tokens) + sizes.num_slots + table.num_sequences
+        self.mixed_inputs = LaunchInputs(device, numbers, 9)
         width = 0 if past is None else past.shape[1]
         self.render_inputs = LaunchInputs(device, (4 + width) * sizes.num_slots, 5)
 
@@ -124,22 +144,80 @@ class Staging:
     def step(self, slots: np.ndarray, opened: np.ndarray | None = None) -> Arrive:
         """slots [B], padded. opened [G], padded: where second lanes open late, the places in `slots` of those
         that are open, -1 for padding."""
-        sequences = self.table.sequences(slots)
+        sequences, reads, outputs = self._stepping(slots, opened)
         more: dict[str, np.ndarray] = {"slots": slots}
         if opened is not None:
-            each, is_open = np.arange(len(slots), dtype=INT), opened >= 0
-            second = each.copy()
-            second[opened[is_open]] = len(slots) + np.flatnonzero(is_open)
-            reads = np.concatenate((each, len(slots) + opened.clip(min=0)))
-            more |= {"reads": reads, "sequences": np.stack((each, second))}
-            rows = np.where(is_open, slots[opened], self.sizes.num_slots)
-            sequences = np.concatenate((slots, self.table.num_rows + rows))
+            more |= {"reads": reads, "outputs": outputs}
         positions = self.table.kv_lens[sequences] - 1
         starts = np.arange(len(sequences) + 1, dtype=INT)
         fields = self.table.fields(sequences, sequences, positions, starts, self.width)
         if self.attention != "triton":
             fields |= for_flashinfer(fields)
         return self.step_inputs.stage(more | fields)
+
+    def _stepping(
+        self, slots: np.ndarray, opened: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the sequences of a step [N], the row of `embed`'s output that each reads [N], and the place of
+        each slot's lanes among them [L, B]."""
+        if opened is None:
+            sequences = self.table.sequences(slots)
+            each = np.arange(len(sequences), dtype=INT)
+            return sequences, each, each.reshape(-1, len(slots))
+        each, is_open = np.arange(len(slots), dtype=INT), opened >= 0
+        second = each.copy()
+        second[opened[is_open]] = len(slots) + np.flatnonzero(is_open)
+        reads = np.concatenate((each, len(slots) + opened.clip(min=0)))
+        rows = np.where(is_open, slots[opened], self.sizes.num_slots)
+        return np.concatenate((slots, self.table.num_rows + rows)), reads, np.stack((each, second))
+
+    def mixed(
+        self,
+        slots: np.ndarray,
+        opened: np.ndarray | None,
+        filled: np.ndarray,
+        counts: np.ndarray,
+        num_tokens: int,
+    ) -> Arrive:
+        """A step of slots [B] that also fills prompts, which are in `inputs`: the last counts [C] positions of
+        the sequences filled [C], in front of the step's own. slots, opened, num_tokens: padded."""
+        sequences, reads, outputs = self._stepping(slots, opened)
+        num_steps = len(sequences)
+        at = np.full(len(self.table.rows), -1, INT)
+        at[sequences] = np.arange(num_steps)
+        at = at[filled]  # [C], the place of each among the step's sequences
+        takes_none = at < 0
+        at[takes_none] = num_steps + np.arange(takes_none.sum())
+        sequences = np.concatenate((sequences, filled[takes_none]))
+        lengths = np.ones(len(sequences), INT)
+        lengths[num_steps:] = 0
+        lengths[at] += counts
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        owner, row = np.repeat(sequences, lengths), np.arange(starts[-1], dtype=INT)
+        positions = self.table.kv_lens[owner] - np.repeat(starts[1:], lengths) + row
+        first = np.zeros(len(sequences), INT)
+        first[at] = np.cumsum(counts) - counts
+        prompt_rows = np.repeat(first - starts[:-1], lengths) + row
+        steps = starts[1 : num_steps + 1] - 1
+        prompt_rows[steps] = -1
+        read = np.zeros(len(row), INT)
+        read[steps] = reads
+        fields = self.table.fields(sequences, owner, positions, starts, self.width)
+        num_rows = num_steps + num_tokens
+        fields |= {"reads": padded(read, num_rows, 0), "prompt_rows": padded(prompt_rows, num_rows, -1)}
+        # One more than there can be, so the number of inputs is another one in every launch.
+        num_sequences = num_steps + min(num_tokens, self.table.num_sequences) + 1
+        self._pad(fields, num_rows, num_sequences)
+        return self.mixed_inputs.stage({"slots": slots, "outputs": steps[outputs]} | fields)
+
+    def _pad(self, fields: dict[str, np.ndarray], num_tokens: int, num_sequences: int) -> None:
+        """Add inputs that belong to no sequence and write to the scratch page, and empty sequences."""
+        scratch, starts = self.table.scratch, fields["cu_seqlens"]
+        fields["positions"] = padded(fields["positions"], num_tokens, 0)
+        fields["kv_write_index"] = padded(fields["kv_write_index"], num_tokens, scratch)
+        fields["page_table"] = padded(fields["page_table"], num_sequences, scratch)
+        fields["kv_lens"] = padded(fields["kv_lens"], num_sequences, 0)
+        fields["cu_seqlens"] = padded(starts, num_sequences + 1, starts[-1])
 
     def prefill(
         self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray
@@ -154,13 +232,7 @@ class Staging:
         num_tokens = len(positions)
         if self.sizes.is_recorded:
             num_tokens = next(n for n in self.sizes.prefill_tokens if n >= num_tokens)
-            num_sequences = self.table.num_sequences
-            scratch = self.table.scratch
-            fields["positions"] = padded(fields["positions"], num_tokens, 0)
-            fields["kv_write_index"] = padded(fields["kv_write_index"], num_tokens, scratch)
-            fields["page_table"] = padded(fields["page_table"], num_sequences, scratch)
-            fields["kv_lens"] = padded(fields["kv_lens"], num_sequences, 0)
-            fields["cu_seqlens"] = padded(starts, num_sequences + 1, starts[-1])
+            self._pad(fields, num_tokens, self.table.num_sequences)
         return self.prefill_inputs.stage({"slots": np.zeros(1, INT)} | fields), num_tokens
 
     def render(
@@ -186,10 +258,15 @@ class Staging:
         return self.render_inputs.stage(fields)
 
     def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:
-        """is_audio [T], of a prefill; a step computes its own."""
-        if is_audio is None:
+        """is_audio [T], of a prefill; a step computes its own, and a mixed launch reads that of its prompts."""
+        prompts = None
+        if "prompt_rows" in fields:
+            prompts, is_audio = self.inputs, self.is_audio
+        elif is_audio is None:
             is_audio = self.no_audio[: len(fields["positions"])]
-        return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio, attention=self.attention)
+        return Batch(
+            **fields, kv=self.kv, page=self.page, is_audio=is_audio, attention=self.attention, prompts=prompts
+        )
 
     def gather(self, parts: Sequence[Tensor], place: Tensor, num_rows: int) -> Tensor:
         """Return the parts one behind the other; where launches are recorded, at the beginning of `place`."""

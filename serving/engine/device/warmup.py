@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ def stages(runner: Runner, entry: Entry | None = None) -> list[tuple[str, Stream
         ("step", lm, partial(warm_step, runner, entry)),
         ("prefill", lm, partial(warm_prefill, runner)),
     ]
+    if runner.has_mixed:
+        found.append(("mixed step", lm, partial(warm_mixed, runner)))
     window = runner.family.spec.window
     for frames in reversed(window.sizes):
         for length in window.lengths or (0,):
@@ -94,6 +97,28 @@ def warm_prefill(runner: Runner) -> None:
         runner.lowered.step_graphs.record(
             ("prefill", num_tokens), partial(runner.lowered.prefill, inputs, batch)
         )
+
+
+def warm_mixed(runner: Runner) -> None:
+    """Every size is recorded, the largest first."""
+    for rows, num_tokens in sorted(
+        product(runner.sizes.mixed_buckets, runner.sizes.mixed_tokens), reverse=True
+    ):
+        batch = mixed_of(runner, rows, num_tokens)
+        if runner.lowered.how[0] == Whole():
+            mark_sizes(batch, tokens="inputs")
+            any_size(runner.state.tensors().values(), 0, "slots")
+        runner.lowered.step_graphs.record(("mixed", rows, num_tokens), partial(runner.lowered.mixed, batch))
+
+
+def mixed_of(runner: Runner, rows: int, num_tokens: int) -> Batch:
+    """Return the inputs of a step of `rows` spare slots that also reads a prompt of the spare slot."""
+    room = runner.table.max_pages * runner.page_tokens - 1
+    spares, own = runner.table.spares, min(num_tokens, room)
+    runner.kv_lens[spares] = own + 1
+    opened = np.arange(rows, dtype=INT) if runner.family.spec.opens_late else None
+    slots, counts = spare_slots(runner, rows), np.array([own], INT)
+    return runner.staging.batch(runner.staging.mixed(slots, opened, spares[:1], counts, num_tokens)())
 
 
 def prefill_of(runner: Runner, num_tokens: int) -> tuple[Tensor, Batch]:
@@ -160,11 +185,21 @@ class LaunchTimes:
             return self._timed(runner.lowered.step_graphs, key, partial(runner.lowered.step, batch))
 
     def prefill_s(self, tokens: int) -> float:
+        """Return what prompts add to a step that reads them, or what a launch of their own takes."""
         runner = self.runner
+        if runner.has_mixed:
+            rows, num_tokens = runner.sizes.mixed(runner.num_slots, tokens)
+            return max(self._mixed_s(rows, num_tokens) - self.step_s(rows), 0.0)
         with runner.streams.lm.here(), torch.inference_mode():
             inputs, batch = prefill_of(runner, min(tokens, runner.sizes.prefill_tokens[-1]))
             prefill = partial(runner.lowered.prefill, inputs, batch)
             return self._timed(runner.lowered.step_graphs, ("prefill", len(inputs)), prefill)
+
+    def _mixed_s(self, rows: int, num_tokens: int) -> float:
+        runner = self.runner
+        with runner.streams.lm.here(), torch.inference_mode():
+            mixed = partial(runner.lowered.mixed, mixed_of(runner, rows, num_tokens))
+            return self._timed(runner.lowered.step_graphs, ("mixed", rows, num_tokens), mixed)
 
     def render_s(self, rows: int, frames: int) -> float:
         """More rows than a launch has take several launches."""
@@ -225,17 +260,22 @@ def mark_sizes(batch: Batch, tokens: str) -> None:
     """Mark the sizes that may vary in a graph; equal names mean equal sizes. Recorded launches have a
     page table of one width, and a prefill of one number of sequences.
     """
-    any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
+    any_size((batch.positions, batch.kv_write_index), 0, tokens)
     any_size((batch.kv,), 0, "rows")
     any_size((batch.page,), 0, "page")
     is_recorded = batch.kv.device.type != "cpu"
+    if batch.prompts is not None and batch.prompt_rows is not None:
+        any_size((batch.prompts, batch.is_audio), 0, "prompts")
+        any_size((batch.prompt_rows,), 0, tokens)
+    else:
+        any_size((batch.is_audio,), 0, tokens)
     if tokens == "tokens" and is_recorded:
         return
     any_size((batch.slots,), 0, "batch")
     any_size((batch.kv_lens, batch.page_table), 0, "sequences")
-    if batch.reads is not None and batch.sequences is not None:
+    if batch.reads is not None and batch.outputs is not None:
         any_size((batch.reads,), 0, tokens)
-        any_size((batch.sequences,), 1, "batch")
+        any_size((batch.outputs,), 1, "batch")
     if batch.block_tables is not None and batch.seq_lens is not None:
         any_size((batch.block_tables, batch.seq_lens), 0, "sequences")
     any_size((batch.cu_seqlens,), 0, "edges")

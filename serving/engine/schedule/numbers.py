@@ -9,8 +9,6 @@ STREAMING_PREFILL_TOKENS = 256
 iteration."""
 THROUGHPUT_PREFILL_TOKENS = 1024
 """The same bound for engines without listeners."""
-GPU_PREFILL_INTERVAL = 3
-"""Iterations between launches of a few prompts on a GPU, where a short prefill takes as long as a step."""
 MAX_PROMPT_DELAY = 20
 """Iterations that a prompt waits at most for listeners that are about to run dry."""
 

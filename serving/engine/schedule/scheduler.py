@@ -36,7 +36,7 @@ class Scheduler:
     chunk_tokens: prompts are cut at its multiples, independent of other prompts; None: wherever there is
     room.
     max_unread_s: audio that a metered listener may leave; then its slot is paused by backpressure, until half
-    of that is consumed. prefill_interval: iterations between launches of a few prompts while others speak.
+    of that is consumed.
     hold_s: the most audio that the renderer keeps back. is_one_by_one: windows of several slots take as long
     together as one after the other, and steps wait for them; then an iteration has one. renders_from_pages:
     a slot that lacks pages has no windows either.
@@ -51,7 +51,6 @@ class Scheduler:
         lanes: int = 1,
         chunk_tokens: int | None = None,
         max_unread_s: float = np.inf,
-        prefill_interval: int = 1,
         hold_s: float = 0.0,
         is_one_by_one: bool = False,
         renders_from_pages: bool = False,
@@ -65,8 +64,6 @@ class Scheduler:
         self.timing = Timing(frame_s, hold_s, window_cost=WindowCost() if is_one_by_one else None)
         self.chunk_tokens = chunk_tokens
         self.max_unread_s = max_unread_s
-        self.prefill_interval = prefill_interval
-        self.next_prefill = 0  # the iteration before which a few prompts wait for more
         self.iteration = 0
         self.is_flexible_time = True  # whether flexible requests take steps
         self.past_underruns = 0  # of slots' earlier tenants
@@ -142,22 +139,10 @@ class Scheduler:
         if not self.slots.prompt.queue:
             return []
         now = self.snapshot(now_s)
-        if self._waits_for_more() or self.policy.delays_prompts(now, prefill_s):
+        if self.policy.delays_prompts(now, prefill_s):
             return []
         order = self.policy.prompt_order(now)
-        chunks = chunks_of(self.slots.prompt, order, self.policy.prefill_tokens, self.chunk_tokens)
-        if chunks:
-            self.next_prefill = self.iteration + self.prefill_interval
-        return chunks
-
-    def _waits_for_more(self) -> bool:
-        """Return whether prompts are so few, and so soon after the last ones, that the others speak on
-        without them."""
-        prompt = self.slots.prompt
-        if self.iteration >= self.next_prefill:
-            return False
-        num_left = int(prompt.num_left[list(prompt.queue)].sum())
-        return num_left < self.policy.prefill_tokens and self.decoding_slots().size > 0
+        return chunks_of(self.slots.prompt, order, self.policy.prefill_tokens, self.chunk_tokens)
 
     def record_prefill(self, chunk: Chunk) -> None:
         """Record a launched chunk. After the last one of all its lanes the slot decodes."""

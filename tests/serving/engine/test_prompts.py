@@ -8,7 +8,6 @@ from schedulers import FRAME_S, WINDOW, Timed, heard, report, speaking
 from serving.engine.device.launches import Chunk
 from serving.engine.schedule.numbers import MAX_PROMPT_DELAY
 from serving.engine.schedule.policy import Fifo, Streaming
-from serving.engine.schedule.scheduler import Scheduler
 
 
 def test_prompts_are_chunked_first_come_first_served():
@@ -92,40 +91,6 @@ def test_speakers_do_not_starve_however_many_prompts_come():
             scheduler.record_prefill(chunk)
             if chunk.is_last:
                 scheduler.close(chunk.slot)
-
-
-def spoken(scheduler: Scheduler) -> list[int]:
-    """Slots whose prompts a turn fills."""
-    chunks = scheduler.next_chunks()
-    for chunk in chunks:
-        scheduler.record_prefill(chunk)
-    return [chunk.slot for chunk in chunks]
-
-
-def test_a_gpu_fills_prompts_that_come_behind_each_other_together():
-    scheduler = Timed(8, Streaming(), WINDOW, FRAME_S, prefill_interval=3)
-    scheduler.open(0, 5)
-    assert spoken(scheduler) == [0]
-    scheduler.open(1, 5)
-    assert spoken(scheduler) == []
-    scheduler.open(2, 5)
-    assert spoken(scheduler) == []
-    assert spoken(scheduler) == [1, 2]
-    for _ in range(3):
-        assert spoken(scheduler) == []
-    scheduler.open(3, 5)  # the last launch is long ago
-    assert spoken(scheduler) == [3]
-    scheduler.open(4, Streaming().prefill_tokens)  # a launch that is full waits for nobody
-    assert spoken(scheduler) == [4]
-
-
-def test_a_gpu_without_speakers_fills_prompts_at_once():
-    scheduler = Timed(2, Streaming(), WINDOW, FRAME_S, prefill_interval=3)
-    scheduler.open(0, 5)
-    assert spoken(scheduler) == [0]
-    scheduler.close(0)
-    scheduler.open(1, 5)
-    assert spoken(scheduler) == [1]
 
 
 def with_a_newcomer(turn_s: float = 0.04) -> Timed:

@@ -53,7 +53,7 @@ def test_a_warm_up_times_each_launch_once(monkeypatch):
     monkeypatch.setattr(Graphs, "run", counted)
     with masquerade():
         Engine(on_gpu("toy"), max_slots=4, compile=False, clock=Clock()).warm(lambda *_: None)
-    assert {key[0] for key in launched} == {"step", "prefill", "render"}
+    assert {key[0] for key in launched} == {"step", "mixed", "render"}
     assert set(launched.values()) == {warmup.TIMED_LAUNCHES}
 
 

@@ -26,10 +26,9 @@ class Server:
         prefill_s=0.015,
         render_s=0.004,
         context=0,
-        prefill_interval=1,
     ):
         window = Window(sizes, lookahead=context, left=context)
-        self.scheduler = Timed(num_slots, policy, window, FRAME_S, prefill_interval=prefill_interval)
+        self.scheduler = Timed(num_slots, policy, window, FRAME_S)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -156,12 +155,11 @@ def test_a_throughput_server_renders_full_windows_until_the_end():
 
 
 @pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("prefill_interval", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefill_interval):
+def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
     rng = random.Random(seed)
     sizes, step_s = rng.choice([(1, 4, 25), (2, 7), (5,)]), rng.choice([0.005, 0.05, 0.09])
-    server = Server(4, policy, sizes, step_s, prefill_interval=prefill_interval)
+    server = Server(4, policy, sizes, step_s)
     for _ in range(3):
         arrivals = [
             (server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120))

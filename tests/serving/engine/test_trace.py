@@ -21,6 +21,7 @@ import pytest
 from benchmarks.launch_costs import CPU, H200, SLOW_CPU
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.launches import Chunk
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.protocol import Listener
 from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice, use_gpu_rules
@@ -94,8 +95,9 @@ class Trace:
 
         watched("open", lambda slot, prompt, pages, skips: f"{slot} {list(map(len, pages))} {list(skips)}")
         watched("close", str)
-        watched("prefill", lambda chunks: " ".join(f"{c.slot}.{c.lane}:{c.start}-{c.stop}" for c in chunks))
-        watched("step", lambda slots: " ".join(map(str, slots.tolist())))
+        watched("prefill", chunks_of)
+        watched("step", slots_of)
+        watched("mixed", lambda slots, chunks: f"{chunks_of(chunks)} {slots_of(slots)}")
         watched("render", windows_of)
         watched("feed", lambda slot, tokens, is_last: f"{slot} {len(tokens)} {is_last}")
         watched("save", lambda pages: f"{len(pages)}")
@@ -153,6 +155,14 @@ class Trace:
                 return self.lines
             self.clock.now_s = max(self.clock.now_s, waiting[0][1].at_s)
         raise AssertionError(f"{self.engine.num_requests} requests have not ended")
+
+
+def slots_of(slots: np.ndarray) -> str:
+    return " ".join(map(str, slots.tolist()))
+
+
+def chunks_of(chunks: Sequence[Chunk]) -> str:
+    return " ".join(f"{c.slot}.{c.lane}:{c.start}-{c.stop}" for c in chunks)
 
 
 def windows_of(due: Any) -> str:
