@@ -70,7 +70,7 @@ COSY_CPU = Cost(
 )
 COSY_H200 = Cost(
     step_s=lambda slots: 0.00108 + 2e-6 * slots,
-    prefill_s=lambda tokens: 0.0002,  # predicted, as above
+    prefill_s=lambda tokens: 0.0002,  # predicted is half of it
     prefill_alone_s=lambda tokens: 0.0013,
     render_s=partial(render_s, COSY_H200_RENDER_MS),
     turn_s=0.0006,

@@ -6,7 +6,7 @@ Inductor. Most guards are left out, because their number grows with the model. T
 
     on a CPU     step.saved                   one graph, which holds for every size that varies (`any_size`)
     on a GPU     step-5f0c….saved             one graph for each kind of arguments, named by what cannot vary in them
-                 prefill-…, render-tf32-…
+                 mixed-…, prefill-…, render-tf32-…
 """
 
 from __future__ import annotations

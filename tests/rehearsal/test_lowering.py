@@ -21,7 +21,7 @@ from zoo.nn.s3.parts import VOCODER
 pytestmark = pytest.mark.rehearse
 # What runs on each card, and how many slots. The graph of a render takes longest to compile.
 CARDS = {
-    "h100": ((16, 64), ("step", "prefill", "render")),  # sm_90: all sizes share a graph
+    "h100": ((16, 64), ("step", "mixed", "prefill", "render")),  # sm_90: all sizes share a graph
     "4090": ((1,), ("step",)),  # sm_89
 }
 # These families have CosyVoice 2's vocoder, whose graph takes more than two minutes.

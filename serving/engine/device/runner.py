@@ -304,7 +304,7 @@ class Runner:
             (report,) = self.lowered.step_graphs.run(key, launch)
             return (report[: len(slots)],)
 
-        return self._run_step("step", slots, work)
+        return self._run_step(slots, work)
 
     def mixed(self, slots: np.ndarray, chunks: Sequence[Chunk]) -> AsyncCopy:
         """Do `prefill` and then `step` in one launch. Only if `has_mixed`."""
@@ -322,7 +322,7 @@ class Runner:
             (report,) = self.lowered.step_graphs.run(("mixed", num_rows, num_tokens), launch)
             return (report[: len(slots)],)
 
-        return self._run_step("mixed", slots, work)
+        return self._run_step(slots, work)
 
     def _lengthen(self, slots: np.ndarray) -> np.ndarray | None:
         """Lengthen the sequences of slots that take a step. Return the places of those whose second lanes do,
@@ -332,10 +332,10 @@ class Runner:
         self.kv_lens[self.table.spares] = 1
         return opened
 
-    def _run_step(self, event: str, slots: np.ndarray, work: Callable[[], tuple[Tensor]]) -> AsyncCopy:
+    def _run_step(self, slots: np.ndarray, work: Callable[[], tuple[Tensor]]) -> AsyncCopy:
         began_s = self.timer()
         copy = self.streams.lm.run(work, self.observer)
-        self._observe(event, len(slots), began_s)
+        self._observe("step", len(slots), began_s)
         return copy
 
     def render(self, due: Render) -> AsyncCopy:
