@@ -26,8 +26,8 @@ FRAME_S = 0.1
 
 
 def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
-    """Return the counts of a toy: a step of `step_mb` megabytes, a prefill of one eager kernel, a render of
-    two.
+    """Return the counts of a toy: a step of `step_mb` megabytes, with one more launch for prompts, a prefill of
+    one eager kernel, a render of two.
 
     2,680 megabytes take 1 ms plus the start on an H100."""
     window = window or Window(sizes=(1, 4))
@@ -38,9 +38,9 @@ def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
         for size in window.sizes
     ]
     prefill = [Part(slots, 0, 0, (Row(1, "eager", "", 0, 0, "bf16"),)) for slots in (1, 3)]
-    return Counts(
-        "toy", "tiny", FRAME_S, RATE_HZ, window, {"step": step, "render": render, "prefill": prefill}
-    )
+    mixed = [Part(1, 0, 0, (*step[-1].rows, Row(1, "extern", "", 0, 0, "bf16")))]
+    parts = {"step": step, "mixed": mixed, "render": render, "prefill": prefill}
+    return Counts("toy", "tiny", FRAME_S, RATE_HZ, window, parts)
 
 
 def served(known: Counts, slots: int) -> Simulation:
