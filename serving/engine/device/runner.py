@@ -19,18 +19,16 @@ from torch import Tensor
 from serving.engine.device.arena import Arena, paged_past
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.lowered import Lowered
+from serving.engine.device.page_copies import PageCopies
 from serving.engine.device.page_table import INT, PageTable
 from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging, padded
-from serving.engine.device.streams import AsyncCopy, Observer, Stream
+from serving.engine.device.streams import AsyncCopy, Observer
 from zoo.contract import NEVER, Family, Lane, Prompt, View
 from zoo.nn import flashinfer_attention
 from zoo.nn.rows import to_device
 
 NARROW_CODECS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CODECS = ("float32", "tf32", *NARROW_CODECS)
-# Of pages that are copied at once. Pinned memory comes in powers of two, so a whole stream could take twice
-# its size on the host.
-PIECE_BYTES = 1 << 24
 
 
 def narrow_codec(family: Family[Any], codec: str) -> None:
@@ -39,7 +37,7 @@ def narrow_codec(family: Family[Any], codec: str) -> None:
         family.narrow_codec(dtype)
 
 
-class Runner:
+class Runner(PageCopies):
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
     prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, one of `CODECS`.
@@ -61,11 +59,9 @@ class Runner:
         codec: str = "float32",
         attention: str = "auto",
     ):
+        super().__init__(arena, family.device)
         self.family = family
         self.num_slots = num_slots
-        self.arena = arena
-        self.device = family.device
-        self.streams = arena.streams
         self.codec = codec
         narrow_codec(family, codec)
         self.is_recorded = family.device.type == "cuda"
@@ -183,47 +179,6 @@ class Runner:
         self.past[slot] = self.past[-1]
         self.past[slot, : len(pages)] = pages
 
-    def save(self, pages: Sequence[int]) -> list[AsyncCopy]:
-        """Copy to the host what is written to these pages by now, and by work in flight. In pieces, of which
-        the device holds one at a time."""
-        return self._save(self.streams.lm, pages)
-
-    def save_past(self, pages: Sequence[int]) -> list[AsyncCopy]:
-        """Copy a past to the host, behind the renders in flight. Steps launched later may use its pages."""
-        renders = self.streams.renders
-        saved = self._save(renders, pages)
-        self.streams.lm.wait_for(renders.mark())
-        return saved
-
-    def _save(self, stream: Stream, pages: Sequence[int]) -> list[AsyncCopy]:
-        def gathered(at: Tensor) -> tuple[Tensor]:
-            return (self.arena.by_page[to_device(at, self.device)],)
-
-        return [stream.run(partial(gathered, at)) for at in self._pieces(pages)]
-
-    def restore_past(self, pages: Sequence[int], saved: Sequence[AsyncCopy]) -> None:
-        """Write a past to as many other pages, which steps in flight may still use."""
-        self.streams.renders.wait_for(self.streams.lm.mark())
-        self._restore(self.streams.renders, pages, saved)
-
-    def restore(self, pages: Sequence[int], saved: Sequence[AsyncCopy]) -> None:
-        """Write what was saved to as many other pages."""
-        self._restore(self.streams.lm, pages, saved)
-
-    def _restore(self, stream: Stream, pages: Sequence[int], saved: Sequence[AsyncCopy]) -> None:
-        def write(at: Tensor, values: Tensor) -> tuple[()]:
-            self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)
-            return ()
-
-        for at, piece in zip(self._pieces(pages), saved, strict=True):
-            [values] = piece.tensors()
-            assert len(at) == len(values), f"{len(values)} saved pages are written to {len(at)}"
-            stream.run(partial(write, at, values))
-
-    def _pieces(self, pages: Sequence[int]) -> list[Tensor]:
-        at = torch.tensor(pages, dtype=torch.int64)
-        return list(at.split(max(PIECE_BYTES // self.arena.page_bytes, 1))) if pages else []
-
     def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """Give a slot more text. Return how many more steps it allows. Raises RequestError for more than the
         slot holds."""
@@ -252,8 +207,8 @@ class Runner:
         return self.sizes.has_mixed
 
     def _fill(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, Callable[[int], Any]]:
-        """Lengthen the sequences of chunks. Return the sequences [C], by how many positions [C], and what gives
-        a launch of so many positions their inputs, and whether each is audio."""
+        """Lengthen the sequences of chunks. Return the sequences [C], by how many positions [C], and a function
+        that gives a launch of so many positions their inputs, and whether each is audio."""
         sequences = np.array([self.table.sequence(chunk.slot, chunk.lane) for chunk in chunks], INT)
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
         self.kv_lens[sequences] += counts

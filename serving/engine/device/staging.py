@@ -158,8 +158,8 @@ class Staging:
     def _stepping(
         self, slots: np.ndarray, opened: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the sequences of a step [N], the row of `embed`'s output that each reads [N], and the place of
-        each slot's lanes among them [L, B]."""
+        """Return the sequences of a step [N], the row of `embed`'s output that each reads [N], and the place
+        of each slot's lanes among them [L, B]."""
         if opened is None:
             sequences = self.table.sequences(slots)
             each = np.arange(len(sequences), dtype=INT)
@@ -179,8 +179,8 @@ class Staging:
         counts: np.ndarray,
         num_tokens: int,
     ) -> Arrive:
-        """A step of slots [B] that also fills prompts, which are in `inputs`: the last counts [C] positions of
-        the sequences filled [C], in front of the step's own. slots, opened, num_tokens: padded."""
+        """A step of slots [B] that also fills prompts, which are in `inputs`: the last counts [C] positions
+        of the sequences filled [C], in front of the step's own. slots, opened, num_tokens: padded."""
         sequences, reads, outputs = self._stepping(slots, opened)
         num_steps = len(sequences)
         at = np.full(len(self.table.rows), -1, INT)
@@ -258,7 +258,8 @@ class Staging:
         return self.render_inputs.stage(fields)
 
     def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:
-        """is_audio [T], of a prefill; a step computes its own, and a mixed launch reads that of its prompts."""
+        """is_audio [T], of a prefill. A step computes its own, and a mixed launch reads that of its
+        prompts."""
         prompts = None
         if "prompt_rows" in fields:
             prompts, is_audio = self.inputs, self.is_audio

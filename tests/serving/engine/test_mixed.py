@@ -30,7 +30,7 @@ def test_a_prompt_lies_in_front_of_its_slots_step():
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_prompts_share_the_launch_of_a_step_unless_equal_requests_must_give_equal_bytes(is_deterministic):
-    kinds, listeners = set(), [Listener(), Listener()]
+    kinds, listeners, asked = set(), [Listener(), Listener()], requests("toy", 2, max_frames=9)
     with masquerade():
         engine = Engine(
             TOYS["toy"](), max_slots=4, compile=False, clock=Clock(), is_deterministic=is_deterministic
@@ -44,7 +44,7 @@ def test_prompts_share_the_launch_of_a_step_unless_equal_requests_must_give_equa
             return run(key, launch)
 
         model.runner.lowered.step_graphs.run = noted
-        for i, request in enumerate(requests("toy", 2, max_frames=9)):
+        for i, request in enumerate(asked):
             engine.speak(str(i), request, listeners[i])
             for _ in range(3):
                 engine.turn()

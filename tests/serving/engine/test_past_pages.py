@@ -14,7 +14,7 @@ from models import TOYS, Clock, Listener, directory, family
 
 import zoo
 from benchmarks.rehearsal import shapes
-from serving.engine.device import runner as devices
+from serving.engine.device import page_copies
 from serving.engine.device.arena import CHUNK_PAGES, Arena, chunk_bytes, common_page_bytes
 from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
@@ -147,7 +147,7 @@ def test_pages_are_saved_and_restored_in_pieces(monkeypatch):
     """A whole stream at once would need as much memory again on the device."""
     with masquerade():
         runner = hummer()
-        monkeypatch.setattr(devices, "PIECE_BYTES", 2 * runner.arena.page_bytes)
+        monkeypatch.setattr(page_copies, "PIECE_BYTES", 2 * runner.arena.page_bytes)
         pages = runner.arena.by_page
         for page in range(len(pages)):
             pages[page] = page
