@@ -207,8 +207,8 @@ class Runner(PageCopies):
         return self.sizes.has_mixed
 
     def _fill(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, Callable[[int], Any]]:
-        """Lengthen the sequences of chunks. Return the sequences [C], by how many positions [C], and a function
-        that gives a launch of so many positions their inputs, and whether each is audio."""
+        """Lengthen the sequences of chunks. Return the sequences [C], by how many positions [C], and a
+        function that gives a launch of so many positions their inputs, and whether each is audio."""
         sequences = np.array([self.table.sequence(chunk.slot, chunk.lane) for chunk in chunks], INT)
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
         self.kv_lens[sequences] += counts

@@ -20,7 +20,7 @@ REPRODUCIBLE_ROWS = 8
 WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
 # Of recorded launches; a shorter one is padded up to one.
 PREFILL_TOKENS = (16, 64, 128, 256, 1024)
-MIN_MIXED_TOKENS = 64  # positions of prompts in a mixed launch; fewer take no less time
+MIN_MIXED_TOKENS = 64  # positions of prompts in a mixed launch; fewer are padded up, as weights take the time
 
 Arrive = Callable[[], dict[str, Tensor]]
 
@@ -205,7 +205,7 @@ class Staging:
         fields = self.table.fields(sequences, owner, positions, starts, self.width)
         num_rows = num_steps + num_tokens
         fields |= {"reads": padded(read, num_rows, 0), "prompt_rows": padded(prompt_rows, num_rows, -1)}
-        # One more than there can be, so the number of inputs is another one in every launch.
+        # One more than there can be. A compiler takes sizes that are equal in its example for one size.
         num_sequences = num_steps + min(num_tokens, self.table.num_sequences) + 1
         self._pad(fields, num_rows, num_sequences)
         return self.mixed_inputs.stage({"slots": slots, "outputs": steps[outputs]} | fields)
