@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from serving.engine.counters import ModelCounters
-from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.launches import Chunk, Render, num_tokens
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import NOT_FINITE, OUT_OF_MEMORY, Audio
 from serving.engine.job import Job
@@ -76,7 +76,6 @@ class ModelRound:
         was anything to launch."""
         self.began_s = self.clock()
         chunks = self._next_chunks()
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         slots = self.scheduler.decoding_slots()
         is_mixed = bool(chunks) and bool(slots.size) and self.runner.has_mixed
         if chunks and not is_mixed:
@@ -86,8 +85,8 @@ class ModelRound:
             report = self.runner.mixed(slots, chunks) if is_mixed else self.runner.step(slots)
             self.steps.append(Step(slots, self.tenants.generation[slots], self.runner.kv_lens[slots], report))
             self.scheduler.record_step(slots)
-        self.load = IterationLoad(slots.size, num_tokens)
-        return bool(num_tokens) or bool(slots.size)
+        self.load = IterationLoad(slots.size, num_tokens(chunks))
+        return bool(chunks) or bool(slots.size)
 
     def _next_chunks(self) -> list[Chunk]:
         """Return the positions of prompts that this iteration reads. They count as launched from here on."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import Arena
-from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.launches import Chunk, Render, num_tokens
 from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.engine.model_worker import ModelWorker
@@ -156,10 +156,6 @@ class Copy:
         if not self.is_there:
             self.clock.now_s = self.device.finish(self.work)
         return self.values
-
-
-def num_tokens(chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.stop - chunk.start for chunk in chunks)
 
 
 class SimulatedRunner:

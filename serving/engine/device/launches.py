@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,10 @@ class Chunk:
     stop: int
     is_last: bool
     lane: int = 0
+
+
+def num_tokens(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.stop - chunk.start for chunk in chunks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ COST_OUTLIER = 4.0
 MIN_ITERATIONS = 8
 """Iterations before which nothing is predicted, unless a warm-up timed the launches."""
 SEED_TOKENS = 64
-"""Prompt positions of the prefill that the warm-up times."""
+"""Prompt positions of the launch that the warm-up times."""
 LATE_FACTOR = 2.0
 """Times `--max-ttfa`: an accepted request that would be heard later than this is refused while it waits."""
 STALE_ITERATIONS = 100
