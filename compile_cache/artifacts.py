@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -35,12 +35,13 @@ import torch
 from torch import nn
 
 from compile_cache import choices, processor
-from compile_cache.ownership import make_levels, seal, stranger, stranger_above
+from compile_cache.ownership import make_levels, seal, stranger, stranger_above, walked
 from compile_cache.source import meaning_of
 
 MANIFEST = "manifest.json"
 SET_ANOTHER = "set ZOO_CACHE_DIR to a directory that can be written"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
+MAKING = ".making"  # the end of a file's name until it is complete
 SETTINGS = (bool, int, float, torch.dtype, type(None))  # module attributes that a graph may hold as constants
 
 
@@ -127,12 +128,12 @@ def _copied(place: Path) -> Iterator[Entry]:
 
 @contextmanager
 def _found_or_made(place: Path) -> Iterator[Entry]:
+    _drop_what_killed_processes_left(place)
     # First look with a shared lock. Then wait for a process that makes the entry, look again, and make it.
     for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         with locked(place, operation):
             why = damage(place)
             if why is None:
-                drop_unlisted(place)
                 os.utime(place)  # `prune` reads it as the time of the last use
                 found = Entry(place, True)
                 with _compiling_in(place):
@@ -151,6 +152,16 @@ def _found_or_made(place: Path) -> Iterator[Entry]:
                 write_manifest(making)
                 seal(making)
                 making.rename(place)
+
+
+def _drop_what_killed_processes_left(place: Path) -> None:
+    """Remove unlisted libraries, unless another process holds the entry: it may be compiling them. An entry whose
+    manifest cannot be read is made again anyway."""
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError),
+        locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB),
+    ):
+        drop_unlisted(place)
 
 
 def _emptied(place: Path) -> Path:
@@ -241,15 +252,15 @@ def listed_files(place: Path) -> dict[str, str]:
 
 
 def unlisted_libraries(place: Path) -> list[Path]:
-    """Return libraries in an intact entry that its manifest does not list. Inductor would run them if it
-    compiled their code."""
+    """Return libraries and unfinished files in an intact entry that its manifest does not list. Inductor would
+    run the libraries if it compiled their code."""
     listed = listed_files(place)
     files = [file for file in _files(place) if str(file.relative_to(place)) not in listed]
-    return [file for file in files if file.name.endswith(LIBRARIES)]
+    return [file for file in files if file.name.endswith((*LIBRARIES, MAKING))]
 
 
 def drop_unlisted(place: Path) -> None:
-    """Remove the libraries that an entry's manifest does not list."""
+    """Remove the libraries and unfinished files that an entry's manifest does not list."""
     for file in unlisted_libraries(place):
         file.unlink(missing_ok=True)
 
@@ -265,7 +276,7 @@ def remove(place: Path) -> None:
 def _files(directory: Path) -> list[Path]:
     return sorted(
         file
-        for file in directory.rglob("*")
+        for file in walked(directory)
         if file.is_file() and file.suffix not in (".lock", choices.SUFFIX) and file != directory / MANIFEST
     )
 

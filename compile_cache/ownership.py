@@ -6,6 +6,8 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 PRIVATE = 0o700
@@ -22,9 +24,17 @@ def make_levels(directory: Path) -> None:
 
 def seal(directory: Path) -> None:
     """Take a directory, and all in it, from everyone but the owner."""
-    for path in (directory, *directory.rglob("*")):
-        if not path.is_symlink():
-            path.chmod(PRIVATE if path.is_dir() else 0o600)
+    for path in (directory, *walked(directory)):
+        with suppress(FileNotFoundError):  # a compiler's temporary file
+            if not path.is_symlink():
+                path.chmod(PRIVATE if path.is_dir() else 0o600)
+
+
+def walked(directory: Path) -> Iterator[Path]:
+    """Yield all that is below a directory. Other processes may remove some of it meanwhile: `Path.rglob` would
+    raise FileNotFoundError."""
+    for level, directories, files in os.walk(directory):
+        yield from (Path(level, name) for name in (*directories, *files))
 
 
 def stranger_above(directory: Path) -> str | None:

@@ -11,6 +11,7 @@ Inductor. Most guards are left out, because their number grows with the model. T
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, _dynamo, nn
 
 from compile_cache import choices
-from compile_cache.artifacts import Entry
+from compile_cache.artifacts import MAKING, Entry
 from compile_cache.lower import may_vary, traced
 
 log = structlog.get_logger()
@@ -74,13 +75,17 @@ class Saved:
 
 def taken(entry: Entry, name: str, load: Callable[[Path], Any], make: Callable[[Path], Any]) -> Any:
     """Return what a file of an entry holds. A file that is missing or useless is made and added. Returns None
-    if that is impossible."""
+    if that is impossible. Several processes may add a file at once: each writes a complete one."""
     file = entry.directory / name
     found = _tried(lambda: load(file), name) if entry.has(name) else None
     if found is not None:
         return found
-    made = _tried(lambda: make(file), name)
-    if made is not None:
+    making = file.with_name(f"{name}.{os.getpid()}{MAKING}")
+    made = _tried(lambda: make(making), name)
+    if made is None:
+        making.unlink(missing_ok=True)
+    else:
+        making.replace(file)
         entry.add(name)
     return made
 

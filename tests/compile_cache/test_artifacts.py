@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_cache import artifacts, processor, store
+from compile_cache import artifacts, ownership, processor, store
 from compile_cache.artifacts import MANIFEST, opened
+from compile_cache.saved import taken
 from compile_cache.source import meaning
 
 
@@ -107,6 +108,45 @@ def test_a_library_that_is_not_in_the_manifest_is_removed(place):
     make(place)
     (place / "late.so").write_bytes(b"half")
     assert make(place) and not (place / "late.so").exists()
+
+
+def test_a_library_that_another_process_compiles_in_the_entry_stays(place):
+    make(place)
+    with opened(place) as entry:
+        (entry.directory / "late.so").write_bytes(b"machine code")
+        assert make(place) and (place / "late.so").exists()
+    assert make(place) and not (place / "late.so").exists()
+
+
+def test_a_file_of_an_entry_is_complete_or_absent(place):
+    def half(file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError("the compiler failed")
+
+    def whole(file: Path) -> bool:
+        file.write_bytes(b"whole")
+        return (place / "more.saved").exists()
+
+    make(place)
+    with opened(place) as entry:
+        assert taken(entry, "more.saved", Path.read_bytes, half) is None
+        assert {file.name for file in place.iterdir()} == {"a", "step.saved", MANIFEST}
+        assert taken(entry, "more.saved", Path.read_bytes, whole) is False
+    with opened(place) as entry:
+        assert taken(entry, "more.saved", Path.read_bytes, half) == b"whole"
+
+
+def test_an_unfinished_file_is_removed(place):
+    make(place)
+    (place / f"step.saved.7{artifacts.MAKING}").write_bytes(b"half")
+    assert make(place) and not list(place.glob(f"*{artifacts.MAKING}"))
+
+
+def test_an_entry_is_sealed_while_other_processes_remove_their_files(tmp_path, monkeypatch):
+    (tmp_path / "kept").write_bytes(b"")
+    monkeypatch.setattr(ownership, "walked", lambda directory: [directory / "gone", directory / "kept"])
+    ownership.seal(tmp_path)
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o600
 
 
 def test_an_entry_whose_making_fails_does_not_exist(place):
