@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from serving.cli.common import AsJson, app, num_bytes, plural
+from serving.cli.common import AsJson, app, directory_path, num_bytes, plural
 
 if TYPE_CHECKING:
     from compile_cache.store import Stored
@@ -25,6 +25,8 @@ app.add_typer(cache, name="cache")
 CacheDir = Annotated[
     Path | None,
     Option(
+        parser=directory_path,
+        metavar="DIR",
         envvar="ZOO_CACHE_DIR",
         help="Compiled code is kept in this directory. Default: ~/.cache/speechzoo.",
     ),

@@ -52,6 +52,14 @@ REPLICAS = "Replicas"
 ON_DEMAND = "Models on demand"
 
 
+def directory_path(path: str) -> Path:
+    """Return the path of an option that is a directory. An empty one would mean the working directory: it is that of
+    a shell variable that is not set."""
+    if not path:
+        raise typer.BadParameter("it is empty; give the path of a directory")
+    return Path(path)
+
+
 class Commands(TyperGroup):
     """The group of all commands. It lists them in the order of COMMANDS."""
 
@@ -158,6 +166,8 @@ KVMemory = Annotated[
 VoicesDir = Annotated[
     Path | None,
     Option(
+        parser=directory_path,
+        metavar="DIR",
         envvar="ZOO_VOICES_DIR",
         help="Uploaded voices are stored in this directory. Default: speechzoo/voices in your data "
         "directory.",

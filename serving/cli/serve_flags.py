@@ -34,6 +34,7 @@ from serving.cli.common import (
     MaxSlots,
     VoicesDir,
     Weights,
+    directory_path,
     num_bytes,
 )
 from zoo.align.files import check
@@ -98,6 +99,8 @@ class Model:
     cache_dir: Annotated[
         Path | None,
         Option(
+            parser=directory_path,
+            metavar="DIR",
             help="The server keeps compiled code in this directory. Default: ZOO_CACHE_DIR, else "
             "~/.cache/speechzoo.",
             rich_help_panel=MODEL,

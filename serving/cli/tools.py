@@ -30,6 +30,7 @@ from serving.cli.common import (
     ModelArgument,
     Weights,
     app,
+    directory_path,
     fail,
     named_directories,
     num_bytes,
@@ -217,7 +218,9 @@ def warm(
     cache_dir: Annotated[
         Path | None,
         Option(
-            help="Compiled code is kept in this directory. Default: ZOO_CACHE_DIR, else ~/.cache/speechzoo."
+            parser=directory_path,
+            metavar="DIR",
+            help="Compiled code is kept in this directory. Default: ZOO_CACHE_DIR, else ~/.cache/speechzoo.",
         ),
     ] = None,
     as_json: Annotated[

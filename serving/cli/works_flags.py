@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from serving.cli.common import WORKS, num_bytes, writable_directory
+from serving.cli.common import WORKS, directory_path, num_bytes, writable_directory
 from serving.settings import WorksSettings
 
 
@@ -19,6 +19,8 @@ class Works:
     works_dir: Annotated[
         Path | None,
         Option(
+            parser=directory_path,
+            metavar="DIR",
             help="The server speaks whole documents into audiobooks, called works, and keeps them in this directory. "
             "Default: it takes no documents.",
             rich_help_panel=WORKS,

@@ -8,6 +8,7 @@ serving/voice_file.py describes voice.safetensors.
 A voice appears and disappears by one rename, so every reader, in any process, finds all of it or nothing.
 Before and after that it is in a hidden directory, which remains if the process is killed; `tidy` removes
 it. Names are lower-cased, because some file systems cannot tell Anna from anna, and neither can listeners.
+A directory with any other file and no voice.safetensors is somebody's own: it is neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from serving.voice_file import (
 MAX_NAME_CHARS = 50
 DEFAULT = "default"  # the alias of the voice for requests that name none
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
+ENCODED_FILE = re.compile(r"\w+-[0-9a-f]+-[0-9a-f]+\.safetensors")
 SILENT = 1e-3  # a peak of -60 dBFS
 
 log = structlog.get_logger()
@@ -113,7 +115,7 @@ class Voices:
         if not self.directory.is_dir():
             return []
         return sorted(
-            entry.name for entry in os.scandir(self.directory) if is_clean(entry.name) and entry.is_dir()
+            name for name in os.listdir(self.directory) if is_clean(name) and is_voice(self.directory / name)
         )
 
     def list(self) -> list[StoredVoice]:
@@ -143,7 +145,7 @@ class Voices:
 
     def has(self, name: str) -> bool:
         try:
-            return (self.directory / clean_name(name)).is_dir()
+            return is_voice(self.directory / clean_name(name))
         except ValueError:
             return False
 
@@ -170,6 +172,8 @@ class Voices:
             return read(name, place)
         except (FileNotFoundError, PermissionError, Damaged) as error:
             if not is_at(place, self.directory / name):  # removed in the meantime
+                return None
+            if not is_voice(self.directory / name):
                 return None
             raise self._damaged(name, error) from None
         finally:
@@ -251,6 +255,10 @@ class Voices:
             place.rename(self.directory / name)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                if not self.has(name):
+                    raise Taken(
+                        f"{self.directory / name} has files that belong to no voice; choose another name"
+                    ) from None
                 raise Taken(
                     f"voice {name!r} already exists; remove it first, or choose another name"
                 ) from None
@@ -261,7 +269,7 @@ class Voices:
         model has not encoded the voice yet fails. It makes no file or directory, so it works on a full disk.
         Raises ValueError, OSError."""
         place = self.directory / clean_name(name)
-        if not place.is_dir():
+        if not is_voice(place):
             return False
         old = self.directory / f"{OLD}{secrets.token_hex(8)}"
         try:
@@ -302,6 +310,20 @@ class Voices:
             yield
         finally:
             os.close(place)
+
+
+def is_voice(place: Path) -> bool:
+    """Whether a path is the directory of a voice, intact or damaged: it has the voice's file, or none but encodings. One
+    that cannot be read counts as damaged."""
+    try:
+        names = os.listdir(place)
+        return VOICE_FILE in names or all(
+            ENCODED_FILE.fullmatch(name) or name.startswith(NEW) for name in names
+        )
+    except PermissionError:
+        return True
+    except OSError:  # it is a file, or removed in the meantime
+        return False
 
 
 def is_at(place: int, path: Path) -> bool:

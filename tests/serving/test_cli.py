@@ -231,6 +231,12 @@ BAD = [
         "--max-works, --max-document-bytes and --max-works-bytes need --works-dir",
     ),
     (
+        ["serve", "--cache-dir", ""],
+        "Invalid value for '--cache-dir': it is empty; give the path of a directory",
+    ),
+    (["serve", "--works-dir", ""], "'--works-dir': it is empty"),
+    (["voices", "list", "--voices-dir", ""], "'--voices-dir' (env var: 'ZOO_VOICES_DIR'): it is empty"),
+    (
         ["serve", "--works-dir", "README.md"],
         "--works-dir: README.md is not a writable directory: File exists",
     ),

@@ -281,6 +281,29 @@ def test_a_directory_with_an_invalid_name_is_not_a_voice(store, name):
     assert store.names() == ["anna"] and store.survey()[1] == []
 
 
+def test_a_directory_with_other_files_is_never_touched(store, tmp_path):
+    """The operator may have chosen a home directory by mistake."""
+    own = store.directory / "letters" / "draft.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("Dear Bert")
+    assert store.survey() == ([], []) and not store.has("letters") and store.load("letters") is None
+    assert not store.remove("letters") and store.rename("letters", "mail") is None
+    with pytest.raises(Taken, match="letters has files that belong to no voice; choose another name"):
+        store.add("letters", CLIP)
+    store.add("anna", CLIP)
+    with pytest.raises(Taken, match="belong to no voice"):
+        store.rename("anna", "letters")
+    assert own.read_text() == "Dear Bert" and store.names() == ["anna"]
+
+
+def test_a_damaged_voice_with_encodings_can_be_replaced(store):
+    store.add("bert", CLIP)
+    (store.directory / "bert" / "family-0011-22.safetensors").write_bytes(b"codes")
+    damage(store, "none")
+    assert store.survey()[1] == ["bert"] and store.add("bert", CLIP).name == "bert"
+    assert os.listdir(store.directory / "bert") == ["voice.safetensors"]
+
+
 @pytest.mark.parametrize("what", ["directory", "file"])
 def test_a_voice_of_another_user_does_not_hide_the_others(store, monkeypatch, what):
     def refuse(path, *arguments, **more):
