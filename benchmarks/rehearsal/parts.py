@@ -123,12 +123,16 @@ class Rehearsed(Runner):
         self._count(lambda: self.prefill(chunks), len(tokens), 0)
 
     def count_mixed(self, num_slots: int, tokens: Sequence[int]) -> None:
-        """Count a step as of `count_step` that also fills the given number of positions of the last slots' prompts."""
+        """Count a step as of `count_step` that also fills the given number of positions of the last slots' prompts. They
+        end where the other slots are."""
         first = num_slots - len(tokens)
         chunks = self._chunks(range(first, num_slots), tokens)
         self.table.opens_at[:first] = self.context
         self.table.opens_at[first:] = NEVER
-        self._count(lambda: self.mixed(np.arange(num_slots), chunks), num_slots, self.context)
+        kv_lens = np.full_like(self.kv_lens, self.context)
+        for chunk in chunks:
+            kv_lens[self.table.sequence(chunk.slot, chunk.lane)] -= chunk.stop
+        self._count(lambda: self.mixed(np.arange(num_slots), chunks), num_slots, kv_lens)
 
     def _chunks(self, slots: Iterable[int], tokens: Sequence[int]) -> list[Chunk]:
         inputs = torch.zeros(max(tokens), self.family.spec.width, dtype=self.family.dtype, device=self.device)
@@ -151,11 +155,12 @@ class Rehearsed(Runner):
         listener = self.family.writer.ear
         self._count(lambda: listener.encode(AudioClip(samples, SPEECH_HZ)), 1, 0)
 
-    def _count(self, launch: Callable[[], Any], num_slots: int, context: int) -> None:
+    def _count(self, launch: Callable[[], Any], num_slots: int, kv_lens: int | np.ndarray) -> None:
+        """kv_lens: of each sequence, before the launch."""
         row_bytes = self.family.spec.kv.row_values * self.family.dtype.itemsize
         self.log.kv = self.kv
         self.log.live_kv_bytes = 2 * num_slots * self.family.spec.lanes * self.context * row_bytes
-        self.kv_lens[:] = context
+        self.kv_lens[:] = kv_lens
         self.log.clear()
         self.renders.clear()
         with Recorder(self.log):
