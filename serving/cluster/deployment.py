@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ APPLICATION = DEPLOYMENT = "zoo"
 # waits for them when a replica is to end.
 MAX_OPEN = 10_000
 DRAIN_S = 300.0  # for the open answers of a replica that is to end
+CONNECT_S = 10.0  # to reach a cluster
 LOOK_S = 1.0  # how often a gateway looks for replicas that another server starts, and whether nodes are alive
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 PASSED_ON = ("ZOO_LOG", "ZOO_CACHE_DIR", "PYTHONPATH")  # variables of the gateway that replicas need
@@ -102,6 +104,8 @@ def join(address: str | None) -> None:
     machine, which ends with this process. Raises ConnectionError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server does not report that it runs
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if address not in (None, "auto"):
+        check_listens(address)
     # On one machine nothing listens on the network.
     own = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} if address is None else {}
     ray.init(address or "local", namespace="zoo", logging_level="WARNING", **own)
@@ -109,6 +113,16 @@ def join(address: str | None) -> None:
     serves_log.setLevel(logging.WARNING)
     serves_log.addFilter(is_unexpected)
     serve.start(proxy_location="Disabled", logging_config=QUIET)
+
+
+def check_listens(address: str) -> None:
+    """Raises ConnectionError if nothing listens at HOST:PORT. Ray would try for minutes, with a warning each time."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConnectionError(f"no Ray cluster can be reached at {address}: {why}") from None
 
 
 def is_unexpected(record: logging.LogRecord) -> bool:

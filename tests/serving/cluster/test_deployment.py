@@ -1,6 +1,7 @@
 """The replicas' settings for Ray Serve, without a cluster."""
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import msgspec
@@ -51,6 +52,26 @@ def test_a_range_scales_by_first_audio_within_its_bounds():
     context = SimpleNamespace(target_num_replicas=2, aggregated_metrics=figures)
     assert by_first_audio(context)[0] == 3
     assert by_first_audio(SimpleNamespace(target_num_replicas=2, aggregated_metrics=None))[0] == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_cluster_that_cannot_be_reached_is_an_error_at_once(host, monkeypatch):
+    monkeypatch.setattr(deployment.ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # no other process gets the port, and none listens there
+        port = closed.getsockname()[1]
+        with pytest.raises(ConnectionError, match=f"no Ray cluster can be reached at {host}:{port}: "):
+            deployment.join(f"{host}:{port}")
+
+
+def test_a_cluster_that_listens_is_joined(monkeypatch):
+    joined = []
+    monkeypatch.setattr(deployment.ray, "init", lambda address, **_: joined.append(address))
+    monkeypatch.setattr(deployment.serve, "start", lambda **_: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        deployment.join(address)
+    assert joined == [address]
 
 
 def test_a_gateway_ends_when_its_own_cluster_has_no_node_left(monkeypatch, capfd):
