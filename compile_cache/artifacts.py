@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -100,14 +100,23 @@ def opened(place: Path) -> Iterator[Entry]:
         if (why := stranger_above(place.parent)) is not None:
             raise ValueError(f"{place} cannot hold compiled code: {why}")
         is_writable = os.access(place.parent, os.W_OK)
-        with locked(place, fcntl.LOCK_SH) if is_writable else nullcontext():
-            pass
+        if is_writable:
+            _tell_if_made(place)
     except OSError as error:
         raise ValueError(
             f"{place} cannot hold compiled code: {error.strerror or error}; {SET_ANOTHER}"
         ) from None
     with _found_or_made(place) if is_writable else _copied(place) as entry:
         yield entry
+
+
+def _tell_if_made(place: Path) -> None:
+    """Say so if another process makes the entry, which takes minutes. Raises OSError."""
+    try:
+        with locked(place, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            pass
+    except BlockingIOError:
+        sys.stderr.write(f"zoo: waiting for another process, which compiles {place}\n")
 
 
 @contextmanager

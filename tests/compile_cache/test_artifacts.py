@@ -175,8 +175,8 @@ def test_the_remains_of_a_killed_process_are_dropped(place, capfd):
     assert not make(place) and make(place) and not list(place.rglob("half.so"))
 
 
-def test_others_wait_for_the_process_that_makes_an_entry(place):
-    begun, found = threading.Event(), []
+def test_others_wait_for_the_process_that_makes_an_entry_and_say_so(place, capfd):
+    begun, found, said = threading.Event(), [], ""
 
     def second() -> None:
         begun.wait()
@@ -186,10 +186,12 @@ def test_others_wait_for_the_process_that_makes_an_entry(place):
     waiting.start()
     with opened(place) as entry:
         begun.set()
+        while not said and waiting.is_alive():
+            said = capfd.readouterr().err
         (entry.directory / "a").mkdir()
         (entry.directory / "a" / "kernel.so").write_bytes(b"machine code")
     waiting.join()
-    assert found == [True]
+    assert found == [True] and said == f"zoo: waiting for another process, which compiles {place}\n"
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
