@@ -288,10 +288,12 @@ def test_a_directory_with_other_files_is_never_touched(store, tmp_path):
     own.write_text("Dear Bert")
     assert store.survey() == ([], []) and not store.has("letters") and store.load("letters") is None
     assert not store.remove("letters") and store.rename("letters", "mail") is None
-    with pytest.raises(Taken, match="letters has files that belong to no voice; choose another name"):
+    with pytest.raises(
+        Taken, match="'letters' cannot be the name of a voice: the server has other files under that name"
+    ):
         store.add("letters", CLIP)
     store.add("anna", CLIP)
-    with pytest.raises(Taken, match="belong to no voice"):
+    with pytest.raises(Taken, match="other files under that name"):
         store.rename("anna", "letters")
     assert own.read_text() == "Dear Bert" and store.names() == ["anna"]
 
