@@ -39,6 +39,7 @@ from compile_cache.ownership import make_levels, seal, stranger, stranger_above,
 from compile_cache.source import meaning_of
 
 MANIFEST = "manifest.json"
+VERSIONS = "torch-*-python-*"  # the first level of all entries; nothing else below the root is touched
 SET_ANOTHER = "set ZOO_CACHE_DIR to a directory that can be written"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
 MAKING = ".making"  # the end of a file's name until it is complete

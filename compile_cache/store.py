@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.artifacts import damage, locked, remove, unlisted_libraries
+from compile_cache.artifacts import VERSIONS, damage, locked, remove, unlisted_libraries
 from compile_cache.ownership import make_levels, seal
 
 DAY_S = 86_400.0
@@ -129,9 +129,10 @@ def _directory_to_import(root: Path) -> Iterator[str]:
 
 
 def _places(root: Path) -> Iterator[Path]:
-    """Yield ROOT/versions/target/name, and `.name.making` directories that killed processes left."""
-    for place in sorted(root.glob("*/*/*")):
-        if place.is_dir() and not place.parts[-3].startswith("."):
+    """Yield ROOT/versions/target/name, and `.name.making` directories that killed processes left. Other directories
+    are somebody's own, who has chosen the directory of a project by mistake."""
+    for place in sorted(root.glob(f"{VERSIONS}/*/*")):
+        if place.is_dir():
             yield place
 
 

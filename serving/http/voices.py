@@ -288,7 +288,7 @@ class Voices:
         any process is adding one, this does nothing; the next start tries again."""
         with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for entry in os.scandir(self.directory):
-                if entry.name.startswith((NEW, OLD)):
+                if entry.name.startswith((NEW, OLD)) and is_voice(Path(entry.path)):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     @contextmanager

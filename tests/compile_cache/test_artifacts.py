@@ -41,7 +41,7 @@ def make(place: Path, content: bytes = b"machine code") -> bool:
 @pytest.fixture(name="place")
 def _place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    return tmp_path / "compiled" / "torch" / "cpu" / "model-1234"
+    return tmp_path / "compiled" / "torch-2-python-3" / "cpu" / "model-1234"
 
 
 def test_an_entry_is_made_once_and_found_after_that(place, capfd):
@@ -252,6 +252,16 @@ def test_pruning_drops_old_entries_and_then_the_oldest_until_the_rest_fits(place
     assert names(store.stored(root)) == ["model-1"]
 
 
+def test_pruning_leaves_the_directories_of_others_alone(place):
+    """The operator may have chosen a directory that has other contents in `compiled`."""
+    make(place)
+    own = place.parents[2] / "apps" / "web" / "src" / "main.js"
+    own.parent.mkdir(parents=True)
+    own.write_text("")
+    os.utime(own.parent, (0, 0))
+    assert [entry.place for entry in store.prune(place.parents[2], max_bytes=0)] == [place] and own.exists()
+
+
 def test_an_entry_that_is_read_is_not_old(place):
     root = root_with(place, 100)
     assert make(place.with_name("model-100")) and store.prune(root) == []
@@ -281,9 +291,9 @@ def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     there = tmp_path / "there" / "compiled"
     assert len(store.export(root, tmp_path / "cache.tar")) == 1
     assert [name.name for name in store.take_in(there, tmp_path / "cache.tar")] == ["model-1"]
-    assert not list(there.rglob("planted.so")) and make(there / "torch" / "cpu" / "model-1")
+    assert not list(there.rglob("planted.so")) and make(there / "torch-2-python-3" / "cpu" / "model-1")
     assert store.take_in(there, tmp_path / "cache.tar") == []
-    assert {path.name for path in there.iterdir()} == {"torch"}
+    assert {path.name for path in there.iterdir()} == {"torch-2-python-3"}
 
 
 def test_an_imported_entry_counts_as_read_when_it_was_imported(place, tmp_path):
@@ -315,15 +325,15 @@ def test_an_import_removes_what_a_killed_one_left(place, tmp_path):
     there = tmp_path / "there" / "compiled"
     (there / ".import-killed" / "torch").mkdir(parents=True)
     store.take_in(there, tmp_path / "cache.tar")
-    assert {path.name for path in there.iterdir()} == {"torch"}
+    assert {path.name for path in there.iterdir()} == {"torch-2-python-3"}
 
 
 def test_a_tar_with_a_damaged_entry_is_refused_whole(place, tmp_path):
     make(place)
     with tarfile.open(tmp_path / "cache.tar", "w") as tar:
-        tar.add(place, "torch/cpu/model-1")
+        tar.add(place, "torch-2-python-3/cpu/model-1")
         os.truncate(place / "step.saved", 1)
-        tar.add(place, "torch/cpu/model-1234")
+        tar.add(place, "torch-2-python-3/cpu/model-1234")
     there = tmp_path / "there" / "compiled"
     with pytest.raises(ValueError, match=r"model-1234, step\.saved has changed"):
         store.take_in(there, tmp_path / "cache.tar")

@@ -26,7 +26,7 @@ from serving.http.objects import Error
 from serving.http.works.schemas import ChapterObject, State, WorkObject
 from serving.replacing import replacing
 
-NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories, while a work is added or removed
+NEW, OLD = ".zoo-new-", ".zoo-old-"  # prefixes of hidden directories, while a work is added or removed
 FACTS, REQUEST = "work.json", "request.json"
 
 log = structlog.get_logger()

@@ -295,6 +295,10 @@ def test_a_directory_with_other_files_is_never_touched(store, tmp_path):
     store.add("anna", CLIP)
     with pytest.raises(Taken, match="other files under that name"):
         store.rename("anna", "letters")
+    (store.directory / ".old-letters").mkdir()
+    (store.directory / ".old-letters" / "draft.txt").write_text("Dear Anna")
+    store.tidy()
+    assert (store.directory / ".old-letters" / "draft.txt").exists()
     assert own.read_text() == "Dear Bert" and store.names() == ["anna"]
 
 

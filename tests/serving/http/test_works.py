@@ -185,7 +185,7 @@ def test_a_restart_continues_where_the_server_stopped(near, tmp_path, where):
         assert get(first, id)["state"] == "speaking" and len(first.engine.asked) == 3
     assert len(files(where)) == 5  # two parts, and what the work is
     (where / id / ".0001-002.flac.part").write_bytes(b"x")
-    (where / ".new-1").mkdir()
+    (where / ".zoo-new-1").mkdir()
     texts = where / id / TEXTS
     texts.write_text(texts.read_text().replace("hold 1", "frames 1"))
     (tmp_path / "again").mkdir()
