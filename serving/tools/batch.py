@@ -191,6 +191,16 @@ def has_default(item: Item, name: str, given: Mapping[str, Any], options: Mappin
     return name in given and getattr(item.fields, name) == given[name]
 
 
+def result_of(line: bytes) -> dict[str, Any] | None:
+    """Return a line of results.jsonl, or None for an incomplete one or another file's."""
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):  # it may end within a character
+        return None
+    is_result = isinstance(result, dict) and isinstance(result.get("id"), str)
+    return result if is_result and ("file" in result or "error" in result) else None
+
+
 class Results:
     """The output directory of a batch. Only one process at a time can hold it."""
 
@@ -227,18 +237,16 @@ class Results:
         """Return the ids whose speech already exists.
 
         It also rewrites results.jsonl without the lines of unfinished ids and incomplete lines, so that each
-        item ends up with one line. Lines of other input files stay.
+        item ends up with one line. Lines of other input files stay. Raises ValueError for a file of somebody else.
         """
         kept: list[bytes] = []
         done: set[str] = set()
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
-        for line in lines:
-            try:
-                result = json.loads(line)
-            except (ValueError, RecursionError):  # it may end within a character
-                continue
-            if not isinstance(result, dict) or not isinstance(result.get("id"), str):
-                continue
+        found = [(line, result) for line in lines if (result := result_of(line)) is not None]
+        is_cut = len(lines) == 1 and lines[0].startswith(b'{"id"') and not lines[0].endswith(b"}")
+        if any(lines) and not found and not is_cut:
+            raise ValueError(f"{self.path} was not written by zoo batch; choose another directory")
+        for line, result in found:
             id = result["id"]
             is_same = id in digests and result.get("digest") == digests[id]
             is_done = is_same and (self.directory / f"{id}{suffix}").exists()

@@ -121,6 +121,32 @@ def test_lines_of_other_files_stay(run):
     assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "Hello."}\n{"text": "Bye."}',
+        '{"id": "ann", "text": "a"}\n',
+        "wer 3 %",
+        '{"id": "ann", "text": "a"}',
+    ],
+)
+def test_a_file_of_somebody_else_is_not_rewritten(run, content):
+    """It may even be the input."""
+    run.out.directory.mkdir(exist_ok=True)
+    (run.out.directory / "results.jsonl").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"results\.jsonl was not written by zoo batch; choose another directory"
+    ):
+        run(*TEXTS[:2])
+    assert (run.out.directory / "results.jsonl").read_text() == content
+
+
+def test_a_run_that_was_killed_in_its_first_line_is_continued(run):
+    run.out.directory.mkdir(exist_ok=True)
+    (run.out.directory / "results.jsonl").write_text('{"id": "ann", "li')
+    assert run(*TEXTS[:2]).made == 2 and set(results(run.out.directory)) == {"ann", "ben"}
+
+
 def test_an_incomplete_line_of_a_killed_run_is_not_a_result(run):
     run(*TEXTS[:2])
     whole = (run.out.directory / "results.jsonl").read_text()
