@@ -130,7 +130,7 @@ def _directory_to_import(root: Path) -> Iterator[str]:
 
 def _places(root: Path) -> Iterator[Path]:
     """Yield ROOT/versions/target/name, and `.name.making` directories that killed processes left. Other directories
-    are somebody's own, who has chosen the directory of a project by mistake."""
+    are left alone: they may belong to a project."""
     for place in sorted(root.glob(f"{VERSIONS}/*/*")):
         if place.is_dir():
             yield place

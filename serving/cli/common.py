@@ -53,8 +53,8 @@ ON_DEMAND = "Models on demand"
 
 
 def directory_path(path: str) -> Path:
-    """Return the path of an option that is a directory. An empty one would mean the working directory: it is that of
-    a shell variable that is not set."""
+    """Return the path that an option gives. Raises BadParameter for an empty one, as of a shell variable that is not
+    set: it would mean the working directory."""
     if not path:
         raise typer.BadParameter("it is empty; give the path of a directory")
     return Path(path)
