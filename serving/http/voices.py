@@ -257,7 +257,7 @@ class Voices:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 if not self.has(name):
                     raise Taken(
-                        f"{name!r} cannot be the name of a voice: the server has other files under that name; choose another name"
+                        f"{name!r} cannot be the name of a voice: other files are stored under that name; choose another name"
                     ) from None
                 raise Taken(
                     f"voice {name!r} already exists; remove it first, or choose another name"

@@ -289,11 +289,11 @@ def test_a_directory_with_other_files_is_never_touched(store, tmp_path):
     assert store.survey() == ([], []) and not store.has("letters") and store.load("letters") is None
     assert not store.remove("letters") and store.rename("letters", "mail") is None
     with pytest.raises(
-        Taken, match="'letters' cannot be the name of a voice: the server has other files under that name"
+        Taken, match="'letters' cannot be the name of a voice: other files are stored under that name"
     ):
         store.add("letters", CLIP)
     store.add("anna", CLIP)
-    with pytest.raises(Taken, match="other files under that name"):
+    with pytest.raises(Taken, match="other files are stored under that name"):
         store.rename("anna", "letters")
     (store.directory / ".old-letters").mkdir()
     (store.directory / ".old-letters" / "draft.txt").write_text("Dear Anna")
