@@ -193,6 +193,7 @@ def tell_version(is_asked: bool) -> None:
 
 @app.callback()
 def of_all(
+    context: typer.Context,
     version: Annotated[
         bool,
         Option(
@@ -204,6 +205,9 @@ def of_all(
     ] = False,
 ) -> None:
     """Serve speech language models over HTTP, or speak with them from the shell."""
+    from serving import logs  # which `zoo --help` does not need
+
+    logs.configure(context.invoked_subcommand or "zoo")  # to stderr: stdout is the output of commands
 
 
 def named_directory(model: str) -> tuple[str, str]:

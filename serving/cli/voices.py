@@ -105,8 +105,6 @@ def no_voice(name: str, there: Voices) -> ValueError:
 
 
 def store(directory: Path | None) -> Voices:
-    from serving import logs
     from serving.http.voices import Voices, default_directory
 
-    logs.configure("voices")  # to stderr: why a voice is damaged
     return Voices(directory or default_directory())

@@ -41,10 +41,8 @@ def wyoming(
         raise ValueError("zoo wyoming needs the package wyoming: pip install -e '.[wyoming]'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
-    from serving import logs
     from serving.tools.wyoming import Upstream, serve
 
-    logs.configure("wyoming")
     print(f"zoo: Wyoming on tcp://{host}:{port}, connected to {url}", file=sys.stderr, flush=True)
     serve(
         f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",

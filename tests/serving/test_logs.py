@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from shell import ROOT
+import structlog
+from shell import ROOT, zoo
 
 SAID = """
 import logging, structlog
@@ -43,6 +44,21 @@ def test_text_is_for_people():
     assert "speech" in speech and "frames=3" in speech and "\x1b" not in speech
     assert "careful" in library and supervisor == "zoo: ready on http://127.0.0.1:1"
     assert tried == ["", "    curl", ""]
+
+
+def test_the_log_of_a_command_is_on_stderr(monkeypatch):
+    """Programs read the JSON of commands from stdout."""
+
+    def looked(*_):
+        structlog.get_logger().info("looked")
+        raise ValueError("there is nothing")
+
+    monkeypatch.setattr("zoo.inspect", looked)
+    monkeypatch.setenv("ZOO_LOG", "json")
+    done = zoo("inspect", "--json")
+    said, error = done.stderr.splitlines()
+    assert done.stdout == "" and error == "zoo: there is nothing"
+    assert json.loads(said).items() >= {"process": "inspect", "event": "looked"}.items()
 
 
 def test_a_log_that_cannot_be_written_ends_nothing():
