@@ -67,7 +67,6 @@ def load_engine(settings: Settings, progress: Callable[[float, str], None]) -> E
     for name, family in families.items():
         if family.spec.licence:
             sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
-    progress(1.0, "kernels")  # a first start builds them for up to a minute
     with one_line_if_full():
         prepare_for_host(*families.values(), compile=is_compiled, weights=how.weights, depth=how.depth)
     return Engine(

@@ -47,7 +47,9 @@ from serving.voice_file import (
 MAX_NAME_CHARS = 50
 DEFAULT = "default"  # the alias of the voice for requests that name none
 NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
-ENCODED_FILE = re.compile(r"\w+-[0-9a-f]+-[0-9a-f]+\.safetensors")
+ENCODED_FILE = re.compile(
+    r"\w+-[0-9a-f]+-[0-9a-f]+\.safetensors"
+)  # as zoo/voices/encoded_files.py, which needs torch
 SILENT = 1e-3  # a peak of -60 dBFS
 
 log = structlog.get_logger()

@@ -27,7 +27,6 @@ def warm(
     how = settings.model
     max_slots, kv_memory_bytes = sizes(settings)
     families = load(settings.models, how.device, how.dtype, progress, chunked=how.chunked)
-    progress(1.0, "kernels")
     prepare_for_host(*families.values(), weights=how.weights, depth=how.depth)
     engine = Engine(
         families,

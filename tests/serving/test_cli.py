@@ -230,10 +230,7 @@ BAD = [
         ["serve", "--max-works", "5"],
         "--max-works, --max-document-bytes and --max-works-bytes need --works-dir",
     ),
-    (
-        ["serve", "--cache-dir", ""],
-        "Invalid value for '--cache-dir': it is empty; give the path of a directory",
-    ),
+    (["serve", "--cache-dir", ""], "'--cache-dir': it is empty; give the path of a directory"),
     (["serve", "--works-dir", ""], "'--works-dir': it is empty"),
     (["voices", "list", "--voices-dir", ""], "'--voices-dir' (env var: 'ZOO_VOICES_DIR'): it is empty"),
     (

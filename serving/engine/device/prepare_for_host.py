@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,7 +72,9 @@ def prepare_for_host(
             pack(family)
         keep_freed_memory()
         return
-    with artifacts.opened(artifacts.place("kernels", kernels.key())):
+    with artifacts.opened(artifacts.place("kernels", kernels.key())) as entry:
+        if not entry.is_found:
+            sys.stderr.write("zoo: building the CPU's kernels, which takes up to a minute\n")
         kernels.build()
         for family in families:
             pack(family, is_int8=weights == "int8")

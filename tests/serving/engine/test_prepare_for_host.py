@@ -81,7 +81,7 @@ def test_memory_that_is_freed_is_kept():
 
 
 @pytest.mark.compile
-def test_matrices_are_laid_out_and_kernels_kept(monkeypatch, tmp_path):
+def test_matrices_are_laid_out_and_kernels_kept(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("zoo.kernels.build", build)
     # what this process built before is built anew, here
     monkeypatch.setattr(CppCodeCache, "cache", {})
@@ -89,6 +89,7 @@ def test_matrices_are_laid_out_and_kernels_kept(monkeypatch, tmp_path):
     fitted.wide = nn.Linear(512, 512)
     with choices.assumed("onednn"):
         prepare_for_host(fitted)
+    assert capsys.readouterr().err == "zoo: building the CPU's kernels, which takes up to a minute\n"
     place = cache_place(fitted)
     assert place.parents[2] == tmp_path / "compiled"
     assert torch.backends.cpu.get_cpu_capability().lower() in place.parent.name
@@ -98,6 +99,7 @@ def test_matrices_are_laid_out_and_kernels_kept(monkeypatch, tmp_path):
     assert libraries
     with choices.assumed("onednn"):
         prepare_for_host(fitted)
+    assert capsys.readouterr().err == ""
     assert {file: file.stat().st_mtime_ns for file in kernels.rglob("*.so")} == libraries
     assert place == cache_place(fitted)
     assert place != cache_place(zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32"))

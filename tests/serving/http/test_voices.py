@@ -23,7 +23,9 @@ from serving import voice_file
 from serving.http.voices import Taken, TooMany, Voices, default_directory, is_at
 from serving.protocol import AudioClip
 from serving.voice_file import Damaged, StoredVoice
+from zoo import request
 from zoo.request import recording_name
+from zoo.voices.encoded_files import EncodedFiles
 
 CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
 
@@ -304,7 +306,9 @@ def test_a_directory_with_other_files_is_never_touched(store, tmp_path):
 
 def test_a_damaged_voice_with_encodings_can_be_replaced(store):
     store.add("bert", CLIP)
-    (store.directory / "bert" / "family-0011-22.safetensors").write_bytes(b"codes")
+    clip = request.AudioClip(NOISE, RATE_HZ, kept_in=store.directory / "bert")
+    encoded = EncodedFiles("qwen3_tts", "3f7a91c04be2d856").of(clip, bytes(16), lambda found: found)
+    encoded.path.write_bytes(b"codes")
     damage(store, "none")
     assert store.survey()[1] == ["bert"] and store.add("bert", CLIP).name == "bert"
     assert os.listdir(store.directory / "bert") == ["voice.safetensors"]
