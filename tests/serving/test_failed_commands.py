@@ -97,7 +97,7 @@ def test_an_interrupt_while_a_package_defines_a_class_is_quiet(monkeypatch):
 
     monkeypatch.setattr("zoo.inspect", wrong)
     monkeypatch.setattr("sys.argv", ["zoo", "inspect"])
-    with pytest.raises(RuntimeError, match="a mistake of ours"):
+    with shell.same_log(), pytest.raises(RuntimeError, match="a mistake of ours"):
         main()
 
 
