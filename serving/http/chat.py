@@ -4,7 +4,6 @@ server-sent events. Text is the transcript of the audio, or the content if no au
 from __future__ import annotations
 
 import base64
-import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -28,13 +27,12 @@ from serving.http.schemas import (
 )
 from serving.http.server import Server
 from serving.http.speech import Speech, body
-from serving.http.tool_calls import Calls, in_openais_form, written
+from serving.http.tool_calls import Calls, in_openais_form, schemas_of, takes_none, written
 from serving.http.voice_choice import VoiceChoice
 
 PCM_HZ = 24_000  # pcm16 does not carry its rate, and OpenAI's clients assume this one
 NO_CHOICE = VoiceChoice(None, False, (), "audio", None, None)  # a model that answers has one voice
 LEAST_S = 0.01  # of a clip
-TOOL_TEXTS = 4  # all tools together may be as long as so many texts
 ROLES = {"developer": "system"}
 FIELD = {
     "turns": "messages",
@@ -48,7 +46,7 @@ def check(data: ChatRequest, model: Model) -> None:
     """Check a request as far as possible without the engine. Raises the refusal."""
     has_tools = data.tools or any(message.role == "tool" for message in data.messages)
     if has_tools and not model.takes_tools:
-        raise refusal(400, f"model {model.id!r} takes no tools; leave tools out", "tools")
+        raise refusal(400, takes_none(model.id), "tools")
     if data.max_tokens is not None and data.max_completion_tokens is not None:
         raise refusal(400, "max_tokens and max_completion_tokens are the same; give one", "max_tokens")
     wants_audio = "audio" in (data.modalities or ())
@@ -145,7 +143,7 @@ class Chat(Speech):
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""
         messages, self.messages = self.messages or [], None
-        schemas = self._schemas()
+        schemas = schemas_of(msgspec.to_builtins(self.tools), self.server.limits.text_chars)
         message = self.speak_message(await self.server.references.find(self.voice, self.request, self.model))
         if not self.wants_audio and "text" in self.model.outputs:
             message.request.output = "text"
@@ -155,15 +153,6 @@ class Chat(Speech):
             message.turns.insert(message.turns[0].role == "system", protocol.Turn("tools", schemas))
         check_clips(message, "messages")
         return message
-
-    def _schemas(self) -> str:
-        """Return the tools as the model reads them. Raises the refusal."""
-        schemas = json.dumps(msgspec.to_builtins(self.tools), ensure_ascii=False)
-        most = TOOL_TEXTS * self.server.limits.text_chars
-        if len(schemas) > most:
-            message = f"tools have {len(schemas)} characters of JSON; this server takes up to {most}"
-            raise refusal(400, message, "tools")
-        return schemas
 
     async def _turn(self, i: int, message: ChatMessage) -> protocol.Turn:
         """Return a turn. Raises the refusal."""

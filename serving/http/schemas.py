@@ -453,9 +453,9 @@ class ToolCall(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class Tool(msgspec.Struct):
-    function: dict[str, Any]
+class Tool(msgspec.Struct, kw_only=True):
     type: Literal["function"] = "function"
+    function: dict[str, Any]
 
 
 class ChatMessage(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The calls of tools, between OpenAI's form and that of the models here: Step-Audio 2's.
+"""Tools and their calls, between OpenAI's form and that of the models here: Step-Audio 2's.
 
     <tool_call>function
     NAME
@@ -10,9 +10,28 @@ Source: stepfun's vLLM, step_audio_2_tool_parser, as its public readers describe
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from serving.http.errors import refusal
+
+TEXTS = 4  # all tools together may be as long as so many texts
 BEGIN, END, KIND = "<tool_call>", "</tool_call>", "function"
+
+
+def schemas_of(tools: Iterable[Any], text_chars: int) -> str:
+    """Return tools, in the form of chat completions, as the model reads them. Raises the refusal."""
+    schemas = json.dumps(list(tools), ensure_ascii=False)
+    most = TEXTS * text_chars
+    if len(schemas) > most:
+        message = f"tools have {len(schemas)} characters of JSON; this server takes up to {most}"
+        raise refusal(400, message, "tools")
+    return schemas
+
+
+def takes_none(model: str) -> str:
+    """Return why a model cannot have tools."""
+    return f"model {model!r} takes no tools; leave tools out"
 
 
 def written(name: str, arguments: str) -> str:

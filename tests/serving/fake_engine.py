@@ -117,7 +117,7 @@ TRANSCRIBER = protocol.ModelInfo(
     outputs=("speech", "transcript"),
 )
 READY = protocol.Status("ready", 1.0)
-CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # what the answer to "call 0" says
+CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # at the end of answers to "call N" and "only N"
 NUMBERS = protocol.ModelStats(
     slots=8,
     running=2,
@@ -259,8 +259,7 @@ class FakeEngine:
             return writer.write(protocol.pack(protocol.Rejected(id, "turns are not possible", "turns")))
         self.talking[id] = 0
         if what == "call":
-            for text in ("Hm. ", CALL[:5], CALL[5:30], CALL[30:]):
-                writer.write(protocol.pack(protocol.Text(id, text)))
+            writer.write(protocol.pack(protocol.Text(id, "Hm. ")))
         for index in range(count):
             writer.write(protocol.pack(protocol.Text(id, f"w{index} ")))
             await asyncio.sleep(0.005)
@@ -269,6 +268,9 @@ class FakeEngine:
             writer.write(protocol.pack(protocol.Audio(id, tone(index), 1)))
             self.talking[id] = index + 1
             await self.go.wait()
+        if what in ("call", "only"):
+            for text in (CALL[:5], CALL[5:30], CALL[30:]):
+                writer.write(protocol.pack(protocol.Text(id, text)))
         if self.talking.pop(id, None) is not None:
             most = message.request.options.get("max_tokens", count)
             writer.write(protocol.pack(answered(id, "length" if count >= most < 3 else "stop", count)))

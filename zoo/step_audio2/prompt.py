@@ -180,7 +180,7 @@ BEHIND = {
     "tools": ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
-    "tool": ("tool", "assistant"),
+    "tool": ("tool", "assistant", "user"),
 }
 
 

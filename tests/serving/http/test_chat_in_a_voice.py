@@ -87,6 +87,31 @@ def test_tools_are_read(client):
     assert with_tools.usage.prompt_tokens > asked(client, HELLO).usage.prompt_tokens + 20
 
 
+def test_tools_and_a_result_are_read_in_a_realtime_session(client):
+    """The weights are random, so the client tells of the call."""
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    tokens = []
+    for tools in ([tool], []):
+        with client.realtime.connect(model="step") as connection:
+            settings = {"type": "realtime", "tools": tools, "audio": {"input": {"turn_detection": None}}}
+            connection.session.update(session=settings)
+            for item in (
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "One and two?"}],
+                },
+                {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"terms": [1, 2]}'},
+                {"type": "function_call_output", "call_id": "a", "output": "3"},
+            ):
+                connection.conversation.item.create(item=item)
+            connection.response.create(response={"max_output_tokens": 20})
+            done = next(event.response for event in connection if event.type == "response.done")
+        assert done.status in ("completed", "incomplete"), done
+        tokens.append(done.usage.input_tokens)
+    assert tokens[0] > tokens[1] + 20
+
+
 def test_other_voices_are_named(client):
     with pytest.raises(openai.BadRequestError, match="use POST /v1/chat/completions"):
         client.audio.speech.create(model="step", voice="default_male", input="Good morning.")

@@ -11,7 +11,7 @@ from serving.settings import Limits
 
 CALL = written("add", '{"a": 1}')
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-SCHEMAS = '[{"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}]'
+SCHEMAS = '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
 LARGE = [{"type": "function", "function": {"name": "add", "description": "a" * 4 * Limits().text_chars}}]
 ASK = {"role": "user", "content": "call 0"}
 AUDIO = {"modalities": ["text", "audio"]}

@@ -101,6 +101,7 @@ def test_tools_and_their_results_are_turns(model):
     expected = "<|BOT|>tool_json_schemas\n[{}]<|EOT|><|BOT|>human\nHm?<|EOT|>"
     expected += "<|BOT|>assistant\n<tool_call><|EOT|><|BOT|>input\n7<|EOT|><|BOT|>assistant\n<tts_start>"
     assert read(model, asked("", *turns)) == expected
+    assert "7<|EOT|><|BOT|>human\nAnd?<|EOT|>" in read(model, asked("", *turns, Turn("user", "And?")))
 
 
 def test_the_base_model_reads_no_roles(model):
