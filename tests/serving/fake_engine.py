@@ -252,6 +252,7 @@ class FakeEngine:
     async def talk(self, writer: asyncio.StreamWriter, message: protocol.Speak) -> None:
         """Answer the last turn, until the request is interrupted or cancelled."""
         if message.request.output == "transcript":
+            await self.go.wait()
             return transcribe(writer, message.id)
         id, said = message.id, message.turns[-1].text or "talk 3"
         what, count = said.split()[0], int(said.split()[1])

@@ -58,7 +58,7 @@ class Call:
 
 @dataclass
 class Item:
-    """A message, a call of a tool, or the result of one. clip: of a user. speech: of an answer with audio. is_cut:
+    """A message, a call of a tool, or the result of one. clip: of a user; transcript: its words. speech: of an answer with audio. is_cut:
     whether the client truncated it; its text may be longer than its audio then, and is no longer shown.
 
     first: of a call, the item with the tokens of the whole answer, if that is another one. result_of: the ID of the
@@ -67,6 +67,7 @@ class Item:
     role: Literal["user", "assistant", "system", "tool"]
     text: str = ""
     clip: protocol.AudioClip | None = None
+    transcript: str | None = None
     speech: Speech | None = None
     call: Call | None = None
     first: Item | None = None
@@ -94,7 +95,7 @@ class Item:
             return [{"type": "output_audio", "transcript": None if self.is_cut else self.text}]
         heard: list[dict[str, Any]] = []
         if self.clip is not None:
-            heard.append({"type": "input_audio", "transcript": None})
+            heard.append({"type": "input_audio", "transcript": self.transcript})
         if self.text:
             heard.append({"type": "input_text", "text": self.text})
         return heard

@@ -6,6 +6,7 @@ Fields in IGNORED are accepted and have no effect: what takes effect stands in s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -58,11 +59,18 @@ class ServerVad(msgspec.Struct, tag_field="type", tag="server_vad", frozen=True)
     idle_timeout_ms: None = None
 
 
+class AudioTranscription(msgspec.Struct):
+    """Which model writes the words of the user's turns, in which language. Other fields have no effect."""
+
+    model: Name | None = None
+    language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+
+
 class InputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: Format | UnsetType = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
     noise_reduction: Any = None
-    transcription: Any = None
+    transcription: AudioTranscription | UnsetType | None = UNSET
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -277,9 +285,20 @@ def event_id_of(text: str) -> str | None:
         return None
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """What a session may ask for. is_voice: whether the model can speak in a voice of this name. transcriber: returns
+    the ID of the model that writes the words of a clip, from what a client calls it, or None if there is none."""
+
+    model: Model
+    text_chars: int
+    is_voice: Callable[[str], bool]
+    transcriber: Callable[[str | None], str | None]
+
+
 class Settings(msgspec.Struct, frozen=True):
     """The settings in effect. detection None: the client commits its audio and asks for answers itself. schemas: the
-    tools as the model reads them."""
+    tools as the model reads them. transcriber: the ID of the model that writes the words of the user's turns."""
 
     instructions: str = ""
     has_audio: bool = True
@@ -288,6 +307,8 @@ class Settings(msgspec.Struct, frozen=True):
     input_format: Format = Pcm()
     output_format: Format = Pcm()
     detection: ServerVad | None = None
+    transcriber: str | None = None
+    transcript_language: str | None = None
     voice: str | None = None
     speed: float = 1.0
     tools: tuple[FunctionTool, ...] = ()
@@ -299,22 +320,19 @@ class Settings(msgspec.Struct, frozen=True):
         """Return OpenAI's defaults, with turn detection only where its package is installed."""
         return cls(detection=ServerVad() if voice_activity.is_installed() else None)
 
-    def changed(
-        self, asked: Asked, model: Model, max_chars: int, is_voice: Callable[[str], bool]
-    ) -> Settings:
-        """Return the settings with what an event asks for. is_voice: whether the model can speak in a voice of this name.
-        Raises the refusal."""
+    def changed(self, asked: Asked, can: Abilities) -> Settings:
+        """Return the settings with what an event asks for. Raises the refusal, Away."""
         given: dict[str, Any] = {}
         if asked.tools is not UNSET:
             given["tools"] = tuple(asked.tools or ())
-            if given["tools"] and not model.takes_tools:
-                raise refusal(400, takes_none(model.id), "tools")
-            given["schemas"] = schemas_of(map(FunctionTool.for_chat, given["tools"]), max_chars)
+            if given["tools"] and not can.model.takes_tools:
+                raise refusal(400, takes_none(can.model.id), "tools")
+            given["schemas"] = schemas_of(map(FunctionTool.for_chat, given["tools"]), can.text_chars)
         if asked.tool_choice is not UNSET:
             given["tool_choice"] = asked.tool_choice or "auto"
         if asked.instructions is not UNSET:
             given["instructions"] = asked.instructions or ""
-            check_length(given["instructions"], max_chars, "instructions")
+            check_length(given["instructions"], can.text_chars, "instructions")
         if asked.output_modalities is not UNSET:
             given["has_audio"] = "audio" in asked.output_modalities
         if asked.max_output_tokens is not UNSET:
@@ -323,7 +341,7 @@ class Settings(msgspec.Struct, frozen=True):
         if asked.temperature is not UNSET:
             given["temperature"] = asked.temperature
         if isinstance(asked, SessionFields | ResponseFields) and asked.audio is not UNSET:
-            given |= _of_audio(asked.audio, is_voice)
+            given |= _of_audio(asked.audio, can)
         return msgspec.structs.replace(self, **given)
 
     @property
@@ -339,11 +357,12 @@ class Settings(msgspec.Struct, frozen=True):
         }
 
     def session_json(self, id: str, model: Model) -> dict[str, Any]:
+        transcription = {"model": self.transcriber, "language": self.transcript_language}
         input = {
             "format": self.input_format,
             "turn_detection": self.detection,
             "noise_reduction": None,
-            "transcription": None,
+            "transcription": None if self.transcriber is None else transcription,
         }
         output = {"format": self.output_format, "voice": self.voice, "speed": self.speed}
         return {
@@ -359,7 +378,7 @@ class Settings(msgspec.Struct, frozen=True):
         }
 
 
-def _of_audio(audio: AudioConfig | ResponseAudio, is_voice: Callable[[str], bool]) -> dict[str, Any]:
+def _of_audio(audio: AudioConfig | ResponseAudio, can: Abilities) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if isinstance(audio, AudioConfig) and audio.input is not UNSET:
         if audio.input.format is not UNSET:
@@ -368,6 +387,10 @@ def _of_audio(audio: AudioConfig | ResponseAudio, is_voice: Callable[[str], bool
             given["detection"] = audio.input.turn_detection
             if given["detection"] is not None and not voice_activity.is_installed():
                 raise refusal(400, NO_DETECTION, "session.audio.input.turn_detection", "not_installed")
+        wanted = audio.input.transcription
+        if wanted is not UNSET:
+            given["transcriber"] = None if wanted is None else can.transcriber(wanted.model)
+            given["transcript_language"] = None if wanted is None else wanted.language
     output = audio.output
     if output is UNSET:
         return given
@@ -376,7 +399,7 @@ def _of_audio(audio: AudioConfig | ResponseAudio, is_voice: Callable[[str], bool
     if output.voice is not UNSET:
         name = output.voice.id if isinstance(output.voice, Voice) else output.voice
         given["voice"] = (
-            name if name is not None and is_voice(name) else None
+            name if name is not None and can.is_voice(name) else None
         )  # OpenAI's clients name one of its voices
     if output.speed is not UNSET:
         given["speed"] = output.speed

@@ -33,6 +33,7 @@ from serving.http.realtime import events
 from serving.http.realtime.conversation import Call, Conversation, Item, new_id
 from serving.http.realtime.events import (
     NO_DETECTION,
+    Abilities,
     AnyItem,
     FunctionCall,
     FunctionCallOutput,
@@ -43,6 +44,7 @@ from serving.http.realtime.events import (
 )
 from serving.http.realtime.hearing import Hearing, Started, Stopped, clip_of, samples_of
 from serving.http.realtime.response import Reason, Response
+from serving.http.realtime.transcripts import Transcript, Transcripts
 from serving.http.recordings import digest
 from serving.http.references import check_duration, from_base64
 from serving.http.server import Server
@@ -67,6 +69,13 @@ class Session:
         self.response: Response | None = None
         self.answering: asyncio.Task[None] | None = None
         self.stopping = asyncio.Event()
+        self.transcripts = Transcripts()
+        self.abilities = Abilities(
+            model,
+            server.limits.text_chars,
+            is_voice=lambda name: speaks_in(model, name, server),
+            transcriber=lambda name: transcriber_of(name, server),
+        )
         self.chooses_detection = False  # whether the client has set turn_detection
         self.socket = Socket(
             receive, send, server.limits.session_idle_s, lambda: self.is_answering, self.stopping.set
@@ -78,6 +87,7 @@ class Session:
             await self.socket.run(self._listen(), self._stop())
         finally:
             await ended(self.answering)
+            await self.transcripts.close()
             self.memory.release()
             self.response = self.answering = None
             self.conversation.items.clear()
@@ -96,11 +106,12 @@ class Session:
         await self.tell("error", error=msgspec.structs.asdict(error_of(refused)) | {"event_id": event_id})
 
     async def _stop(self) -> None:
-        """When the server stops, or an answer has failed unexpectedly, wait for the answer and end the session. Raises
-        Closed, and that failure."""
+        """When the server stops, or an answer has failed unexpectedly, wait for what is under way and end the session.
+        Raises Closed, and that failure."""
         await self.stopping.wait()
-        if self.answering is not None:
-            await self.answering
+        for task in (self.answering, self.transcripts.writing):
+            if task is not None:
+                await task
         raise Closed(STOPS, STOPPING)
 
     async def _listen(self) -> None:
@@ -151,19 +162,12 @@ class Session:
         ):
             message = f"the model of a session cannot change; it is {self.model.id!r}"
             raise refusal(400, message, "session.model")
-        settings = self._changed(asked)
+        settings = self.settings.changed(asked, self.abilities)
         if asked.audio is not msgspec.UNSET and asked.audio.input is not msgspec.UNSET:
             self.chooses_detection |= asked.audio.input.turn_detection is not msgspec.UNSET
         await read_beside(self.hearing.configure, settings.input_format, settings.detection)
         self.settings = settings
         await self.tell("session.updated", session=settings.session_json(self.id, self.model))
-
-    def _changed(self, asked: events.Asked) -> Settings:
-        """Raises the refusal."""
-        return self.settings.changed(asked, self.model, self.server.limits.text_chars, self._is_voice)
-
-    def _is_voice(self, name: str) -> bool:
-        return speaks_in(self.model, name, self.server)
 
     # what the user says
 
@@ -202,9 +206,13 @@ class Session:
         id = self.item_id
         self.item_id = new_id("item")
         await self.tell("input_audio_buffer.speech_stopped", audio_end_ms=stopped.at_ms, item_id=id)
-        await self._tell_turn(*await self._turn(stopped.pcm, id))
-        if self.settings.detection is not None and self.settings.detection.create_response:
-            await self._answer(None)
+        item, previous = await self._turn(stopped.pcm, id)
+        await self._tell_turn(item, previous)
+        try:
+            if self.settings.detection is not None and self.settings.detection.create_response:
+                await self._answer(None)  # before the transcript, so that it has its slot first
+        finally:
+            self._transcribe(item)
 
     async def _commit(self) -> None:
         """Make the buffer an item. It stays as it is if that is refused. Raises the refusal."""
@@ -213,6 +221,15 @@ class Session:
         self.hearing.clear()
         self._settle_memory()
         await self._tell_turn(item, previous)
+        self._transcribe(item)
+
+    def _transcribe(self, item: Item) -> None:
+        """Begin to write the words of a turn, if the client wants them."""
+        if self.settings.transcriber is None or self.socket.is_stopping:
+            return
+        model = self.server.model(self.settings.transcriber)
+        transcript = Transcript(self.server, model, self.settings.transcript_language, item, self.tell)
+        self.transcripts.add(transcript).add_done_callback(self._has_ended)
 
     async def _turn(self, pcm: bytes, id: str) -> tuple[Item, str | None]:
         """Make audio an item. Return it, and the ID of the one before it. Raises the refusal."""
@@ -311,7 +328,7 @@ class Session:
             message = "an answer is under way; cancel it, or wait until response.done"
             raise refusal(400, message, code="conversation_already_has_active_response")
         asked = asked or ResponseFields()
-        settings = self._changed(asked)
+        settings = self.settings.changed(asked, self.abilities)
         given = self.conversation if asked.input is None else Conversation(await self._given(asked.input))
         joins = None if asked.conversation == "none" else self.conversation
         if joins is not None:
@@ -320,14 +337,14 @@ class Session:
         admit(0)
         self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)
         self.answering = asyncio.create_task(self._run(self.response))
-        self.answering.add_done_callback(self._has_answered)
+        self.answering.add_done_callback(self._has_ended)
 
     async def _run(self, response: Response) -> None:
         await response.run()
         self.socket.active_s = time.monotonic()
 
-    def _has_answered(self, answering: asyncio.Task[None]) -> None:
-        if not answering.cancelled() and answering.exception() is not None:
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
             self.stopping.set()
 
     async def _given(self, input: list[dict[str, Any]]) -> list[Item]:
@@ -356,6 +373,15 @@ class Session:
         if self.is_answering and self.response is not None and self.answering is not None:
             self.response.interrupt(reason)
             await asyncio.wait((self.answering,))
+
+
+def transcriber_of(name: str | None, server: Server) -> str | None:
+    """Return the ID of the model that writes the words of clips, or None: OpenAI's clients name one of its models.
+    Raises Away."""
+    try:
+        return server.transcribing_model(name)[0].id
+    except HTTPException:
+        return None
 
 
 def check_is_heard(clip: protocol.AudioClip, param: str | None) -> None:

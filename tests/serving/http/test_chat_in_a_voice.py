@@ -112,6 +112,26 @@ def test_tools_and_a_result_are_read_in_a_realtime_session(client):
     assert tokens[0] > tokens[1] + 20
 
 
+def test_a_session_has_the_words_of_the_user(client):
+    """The same model writes them and answers."""
+    pcm = (9000 * np.sin(2 * np.pi * 200 * np.arange(24_000) / 24_000)).astype("<i2").tobytes()
+    with client.realtime.connect(model="step") as connection:
+        input = {"turn_detection": None, "transcription": {"model": "whisper-1"}}
+        connection.session.update(session={"type": "realtime", "audio": {"input": input}})
+        connection.input_audio_buffer.append(audio=base64.b64encode(pcm).decode())
+        connection.input_audio_buffer.commit()
+        connection.response.create(response={"max_output_tokens": 20})
+        ends = ("response.done", "conversation.item.input_audio_transcription.completed")
+        seen = {}
+        while len(seen) < len(ends):
+            event = connection.recv()
+            assert event.type not in ("error", "conversation.item.input_audio_transcription.failed"), event
+            seen |= {event.type: event} if event.type in ends else {}
+    done, words = (seen[end] for end in ends)
+    assert done.response.status in ("completed", "incomplete")
+    assert words.usage.input_token_details.audio_tokens == 13 and isinstance(words.transcript, str)
+
+
 def test_other_voices_are_named(client):
     with pytest.raises(openai.BadRequestError, match="use POST /v1/chat/completions"):
         client.audio.speech.create(model="step", voice="default_male", input="Good morning.")
