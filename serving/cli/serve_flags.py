@@ -129,7 +129,8 @@ class Model:
         Option(
             "--strict",
             help="The server refuses OpenAI's names (tts-1, alloy, ...) and fields of other servers. Otherwise these "
-            "names stand for its only model and first voice, it ignores these fields, and a header x-warning says so.",
+            "names stand for its only model of that kind and its first voice, it ignores these fields, and a header "
+            "x-warning says so.",
             rich_help_panel=MODEL,
         ),
     ] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -116,10 +117,11 @@ class Chat(Speech):
         data: ChatRequest,
         model: Model,
         given_id: str | None,
+        warnings: Sequence[str] = (),
     ):
         options = {} if data.most_tokens is None else {"max_tokens": data.most_tokens}
         choice = choice_of(data, model, server)
-        super().__init__(server, speech_request(data), options, model, choice, given_id)
+        super().__init__(server, speech_request(data), options, model, choice, given_id, warnings)
         self.fields.stop = stops_of(data)
         self.num_chars = len(text_of(data.messages[-1]))
         self.wants_audio = data.audio is not None

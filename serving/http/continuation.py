@@ -3,6 +3,8 @@ message is the assistant's, and the model continues it: a text in text, a clip i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from serving import protocol
 from serving.http.chat import FIELD, Chat, check_clips, text_of
 from serving.http.errors import refusal
@@ -43,9 +45,16 @@ def check(data: ChatRequest, model: Model) -> None:
 class Continuation(Chat):
     """An ASGI application for one request, like `Speech`."""
 
-    def __init__(self, server: Server, data: ChatRequest, model: Model, given_id: str | None):
+    def __init__(
+        self,
+        server: Server,
+        data: ChatRequest,
+        model: Model,
+        given_id: str | None,
+        warnings: Sequence[str] = (),
+    ):
         check(data, model)
-        super().__init__(server, data, model, given_id)
+        super().__init__(server, data, model, given_id, warnings)
         self.fields.output = "continuation" if clip_in(data.messages[0]) else "text"
         if self.fields.output == "continuation":
             self.options.pop(LIMIT, None)

@@ -45,8 +45,8 @@ class ElevenLabsRequest(msgspec.Struct, kw_only=True):
     model_id: Annotated[
         Name | None,
         Meta(
-            description="the ID of a served model; required if the server has several; a name of ElevenLabs' stands "
-            "for the only model"
+            description="the ID of a served model; required if several speak texts; a name of ElevenLabs' stands for "
+            "the only one that does"
         ),
     ] = None
     language_code: Annotated[

@@ -64,7 +64,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     ]
     model: Annotated[
         Name | None,
-        Meta(description="the ID of a served model (GET /v1/models); required if the server has several"),
+        Meta(description="the ID of a served model (GET /v1/models); required if several speak texts"),
     ] = None
     voice: Annotated[
         Name | Voice | None,
@@ -495,7 +495,7 @@ class ChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     model: Annotated[
-        Name | None, Meta(description="the ID of a served model; required if the server has several")
+        Name | None, Meta(description="the ID of a served model; required if several answer")
     ] = None
     modalities: Annotated[
         list[Literal["text", "audio"]] | None,

@@ -21,7 +21,7 @@ from serving.http.answers import Answers
 from serving.http.errors import CHAT, SPEECH, cut, refusal
 from serving.http.keys import Keys, current
 from serving.http.metrics import Metrics
-from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
+from serving.http.names import OPENAI_PCM_HZ, Names, Work, is_openais
 from serving.http.objects import LOADED, ErrorBody, Model
 from serving.http.pronunciations import Dictionary
 from serving.http.quota import Quota
@@ -128,69 +128,55 @@ class Server:
             raise refusal(404, message, "model", "model_not_found")
         return models[id]
 
+    def _chosen(self, asked: str | None, work: Work) -> tuple[Model, list[str]]:
+        """Return the model that a request names, and warnings. If only one can do the work, a request may leave the
+        model out, or name one of OpenAI's. Raises Away, and the refusal."""
+        models = self.models
+        able = [model for model in models if can(model, work)]
+        if len(able) == 1 and (asked is None or self.names.means(asked, work, models)):
+            instead = f"model {asked!a} is not served; {able[0].id!a} is used instead"
+            return able[0], [] if asked is None else [instead]
+        if asked is None and len(models) > 1:
+            named = ", ".join(model.id for model in able or models)
+            message = f"model is missing; this server has several: {named}"
+            raise refusal(400, message, "model", "missing_field")
+        return models[0] if asked is None else self.model(asked), []
+
     def answering_model(self, asked: str | None) -> Model:
         """Return the model of a conversation. Raises Away, and the refusal."""
-        model = self._only_model(asked)
+        model, _ = self._chosen(asked, "answer")
         if not model.answers:
             raise _only_speaks(model)
         return model
 
-    def writing_model(self, asked: str | None) -> Model:
-        """Return the model of a chat completion: one that answers, or that continues a text or a clip. Raises Away,
-        and the refusal."""
-        model = self._only_model(asked)
+    def writing_model(self, asked: str | None) -> tuple[Model, list[str]]:
+        """Return the model of a chat completion, which answers, or continues a text or a clip; and warnings. Raises
+        Away, and the refusal."""
+        model, warnings = self._chosen(asked, "answer")
         if not model.answers and not {"text", "continuation"} & set(model.outputs):
             raise _only_speaks(model)
-        return model
-
-    def _only_model(self, asked: str | None) -> Model:
-        if asked is None and len(self.models) > 1:
-            named = ", ".join(model.id for model in self.models)
-            raise refusal(
-                400, f"model is missing; this server has several: {named}", "model", "missing_field"
-            )
-        return self.models[0] if asked is None else self.model(asked)
+        return model, warnings
 
     def transcribing_model(self, asked: str | None) -> tuple[Model, list[str]]:
-        """Return the model of a transcription, and warnings. A request may leave the model out, or name one of
-        OpenAI's, if only one can transcribe. Raises Away, and the refusal."""
-        able = [model for model in self.models if "transcript" in model.outputs]
-        can = f"these can: {', '.join(model.id for model in able)}" if able else "no model of this server can"
-        stands_in = len(able) == 1 and (asked is None or self.names.means_transcriber(asked, self.models))
-        if stands_in:
-            warning = (
-                [] if asked is None else [f"model {asked!a} is not served; {able[0].id!a} is used instead"]
-            )
-            return able[0], warning
-        if asked is None:
-            raise refusal(400, f"a model that transcribes is needed; {can}", "model", "missing_field")
-        model = self.model(asked)
-        if model not in able:
-            raise refusal(400, f"model {model.id!r} cannot transcribe; {can}", "model", "wrong_route")
-        return model, []
+        """Return the model of a transcription, and warnings. Raises Away, and the refusal."""
+        model, warnings = self._chosen(asked, "transcribe")
+        if not can(model, "transcribe"):
+            able = ", ".join(each.id for each in self.models if can(each, "transcribe"))
+            others = f"these can: {able}" if able else "no model of this server can"
+            raise refusal(400, f"model {model.id!r} cannot transcribe; {others}", "model", "wrong_route")
+        return model, warnings
 
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
-        """Return the model of a request, and warnings. A request may leave the model out if the server has
-        only one. Raises Away, and the refusal."""
-        models = {model.id: model for model in self.models}
-        warnings: list[str | None] = []
-        if request.model is not None:
-            id, warning = self.names.model(request.model, models)
-            model = self._model(id)
-            warnings.append(warning)
-            if request.model != id and is_openai_model(request.model):
-                warnings.append(use_openais_rate(request, model))
-                if not self.names.is_strict:
-                    warnings.append(drop_instructions(request, model))
-        elif len(models) > 1:
-            message = f"model is missing; this server has several: {', '.join(models)}"
-            raise refusal(400, message, "model", "missing_field")
-        else:
-            [model] = models.values()
-        if model.answers and not model.performs:
+        """Return the model of a speech request, and warnings. Raises Away, and the refusal."""
+        model, warnings = self._chosen(request.model, "speak")
+        if request.model not in (None, model.id) and is_openais(request.model, "speak"):
+            warnings += use_openais_rate(request, model)
+            if not self.names.is_strict:
+                warnings += drop_instructions(request, model)
+        if not can(model, "speak"):
             message = f"model {model.id!r} answers conversations, it does not speak texts: use POST {CHAT}"
             raise refusal(400, message, "model", "wrong_route")
-        return model, [warning for warning in warnings if warning is not None]
+        return model, warnings
 
     def name_of_conversation(self, given: str | None) -> str | None:
         """Return the name by which engines and gateways know a client's conversation. With an API key it
@@ -224,7 +210,17 @@ class Server:
 
     def chosen_voice(self, request: SpeechRequest, model: Model) -> VoiceChoice:
         """Return the voice of a request for its model. Raises the refusal."""
-        return self.voice_chooser.choose(request, model, is_only_model=len(self.engine.models) == 1)
+        speaking = [info.id for info in self.engine.models if can(info, "speak")]
+        return self.voice_chooser.choose(request, model, is_only_model=speaking == [model.id])
+
+
+def can(model: Model | ModelInfo, work: Work) -> bool:
+    match work:
+        case "speak":
+            return not model.answers or model.performs
+        case "answer":
+            return model.answers
+    return "transcript" in model.outputs
 
 
 def _only_speaks(model: Model) -> HTTPException:
@@ -236,22 +232,22 @@ def takes_recordings(info: ModelInfo) -> bool:
     return bool(info.reference_s) or info.answers or bool({"transcript", "continuation"} & set(info.outputs))
 
 
-def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:
+def use_openais_rate(request: SpeechRequest, model: Model) -> list[str]:
     """Set OpenAI's rate for pcm if the request sets none. Return a warning if the model's rate differs."""
     if request.response_format != "pcm" or request.sample_rate is not None:
-        return None
+        return []
     if model.sample_rate_hz == OPENAI_PCM_HZ:
-        return None
+        return []
     request.sample_rate = OPENAI_PCM_HZ
-    return f"pcm is at {OPENAI_PCM_HZ} Hz, as from OpenAI; set sample_rate for another rate"
+    return [f"pcm is at {OPENAI_PCM_HZ} Hz, as from OpenAI; set sample_rate for another rate"]
 
 
-def drop_instructions(request: SpeechRequest, model: Model) -> str | None:
+def drop_instructions(request: SpeechRequest, model: Model) -> list[str]:
     """Drop the instructions if the model, which stands in for OpenAI's, takes none. Return a warning."""
     if request.instructions is None or {"instruct", "design"}.intersection(model.modes):
-        return None
+        return []
     request.instructions = None
-    return f"model {model.id!a} takes no instructions; the field is ignored"
+    return [f"model {model.id!a} takes no instructions; the field is ignored"]
 
 
 async def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:

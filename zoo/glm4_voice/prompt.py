@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zoo.check import check_turn, roles_of
 from zoo.glm4_voice.listener import Ear
@@ -72,16 +73,16 @@ class PromptWriter:
         if any(not self.vocabulary.has(token) for tokens in given for token in tokens):
             raise RequestError("turns", "a turn has tokens that are not this model's")
         num_codes = 0
+        opening = [special[ASSISTANT], *self._text(OPENING)]
         for turn, text in zip(turns, texts, strict=True):
             if turn.role == "assistant":
-                ids += text if turn.tokens is None else turn.tokens
+                ids += [*opening, *(text if turn.tokens is None else turn.tokens)]
                 num_codes += sum(token >= self.vocabulary.first_code for token in turn.tokens or ())
                 continue
             codes = [] if turn.clip is None else self.ear(turn.clip).tolist()
             num_codes += len(codes)
             ids += [special[USER], *self._text("\n"), *self._heard(codes), *text]
-            ids += [special[ASSISTANT], *self._text(OPENING)]
-        return Script(tuple(ids), num_codes)
+        return Script((*ids, *opening), num_codes)
 
     def _text(self, text: str) -> list[int]:
         return self.vocabulary(text)
@@ -99,12 +100,14 @@ def conversation(request: Request) -> list[Turn]:
     turns = list(request.turns)
     if request.text.strip(BLANK):
         turns.append(Turn("user", request.text))
-    spoken = [turn.role for turn in turns if turn.role != "system"]
-    wanted = ["user", "assistant"] * (len(spoken) // 2) + ["user"]
-    is_system_first = all(turn.role != "system" for turn in turns[1:])
-    if spoken != wanted or not is_system_first:
-        order = "at most one system turn, then user and assistant in turn, and the user's last"
-        raise RequestError("turns", f"the turns are by {roles_of(turns)}; possible: {order}")
+    roles = [turn.role for turn in turns]
+    spoken = roles[1:] if roles[:1] == ["system"] else roles
+    is_known = set(spoken) <= {"user", "assistant"} and ("user", "user") not in pairwise(spoken)
+    if not is_known or spoken[-1:] != ["user"]:
+        order = "at most one system turn, then user and assistant, never two of the user in a row"
+        raise RequestError(
+            "turns", f"the turns are by {roles_of(turns)}; possible: {order}, and the user's last"
+        )
     for turn in turns:
         check_turn(turn)
         if turn.clip is not None and (turn.text or "").strip(BLANK):

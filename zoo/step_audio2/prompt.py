@@ -175,11 +175,11 @@ def conversation(request: Request) -> list[Turn]:
 
 
 BEHIND = {
-    "": ("system", "tools", "user"),
-    "system": ("tools", "user"),
-    "tools": ("user",),
+    "": ("system", "tools", "user", "assistant"),
+    "system": ("tools", "user", "assistant"),
+    "tools": ("user", "assistant"),
     "user": ("assistant",),
-    "assistant": ("user", "tool"),
+    "assistant": ("user", "assistant", "tool"),
     "tool": ("tool", "assistant", "user"),
 }
 
@@ -189,9 +189,6 @@ def _check_order(turns: Sequence[Turn]) -> None:
     roles = [turn.role for turn in turns]
     is_known = all(role in BEHIND[before] for before, role in pairwise(("", *roles)))
     if not is_known or roles[-1] not in ("user", "tool"):
-        order = (
-            "at most one system turn and one with tools, then user (or tools' results) and assistant in turn"
-        )
-        raise RequestError(
-            "turns", f"the turns are by {roles_of(turns)}; possible: {order}, and not the assistant's last"
-        )
+        order = "at most one system turn and one with tools, then user, assistant and tools' results"
+        never = "never two of the user in a row, and not the assistant's last"
+        raise RequestError("turns", f"the turns are by {roles_of(turns)}; possible: {order}, {never}")

@@ -62,7 +62,7 @@ class Item:
     whether the client truncated it; its text may be longer than its audio then, and is no longer shown.
 
     first: of a call, the item with the tokens of the whole answer, if that is another one. result_of: the ID of the
-    call whose result the text is."""
+    call whose result the text is. cue: of an answer, the words that it followed in the place of the user's."""
 
     role: Literal["user", "assistant", "system", "tool"]
     text: str = ""
@@ -72,6 +72,7 @@ class Item:
     call: Call | None = None
     first: Item | None = None
     result_of: str | None = None
+    cue: str | None = None
     id: str = field(default_factory=lambda: new_id("item"))
     status: Literal["completed", "incomplete", "in_progress"] = "completed"
     is_cut: bool = False
@@ -177,8 +178,11 @@ class Conversation:
             turn, before = item.turn(), turns[-1] if turns else None
             if item.call is not None and self._has_tokens_of(item):
                 continue
-            if before is not None and turn.role == before.role and turn.role in ("system", "user"):
-                turns[-1] = joined(before, turn)
+            if item.cue is not None:
+                add(turns, protocol.Turn("user", item.cue))
+                turns.append(turn)
+            elif turn.role in ("system", "user"):
+                add(turns, turn)
             elif item.call is not None and before is not None and is_text_of_answer(before):
                 turns[-1] = protocol.Turn("assistant", (before.text or "") + (turn.text or ""))
             else:
@@ -186,6 +190,16 @@ class Conversation:
         if schemas is not None:
             turns.insert(turns[0].role == "system" if turns else 0, protocol.Turn("tools", schemas))
         return turns
+
+    def cue(self, instructions: str, own: str | None) -> str | None:
+        """Return the words that an answer follows if no turn of the user or of a tool waits for one: its own
+        instructions, or else those of the session."""
+        last = self._as_read()[-1:]
+        if last and last[0].role in ("user", "tool"):
+            return None
+        if own:
+            return own.removeprefix(instructions).strip() or own  # LiveKit puts the session's in front
+        return last[0].text if last and last[0].role == "system" else instructions or None
 
     def _as_read(self) -> list[Item]:
         """Return the items in the order in which a model reads them. What the user said while a tool was at work comes
@@ -208,6 +222,14 @@ class Conversation:
 
 def is_text_of_answer(turn: protocol.Turn) -> bool:
     return turn.role == "assistant" and turn.tokens is None
+
+
+def add(turns: list[protocol.Turn], turn: protocol.Turn) -> None:
+    """Add a turn, or make it a part of the last one if that is by the same role."""
+    if turns and turns[-1].role == turn.role:
+        turns[-1] = joined(turns[-1], turn)
+    else:
+        turns.append(turn)
 
 
 def joined(first: protocol.Turn, second: protocol.Turn) -> protocol.Turn:

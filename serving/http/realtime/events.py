@@ -59,6 +59,17 @@ class ServerVad(msgspec.Struct, tag_field="type", tag="server_vad", frozen=True)
     idle_timeout_ms: None = None
 
 
+class SemanticVad(msgspec.Struct, tag_field="type", tag="semantic_vad", frozen=True):
+    """OpenAI's detection by the words. Agent frameworks ask for it by default. It becomes server_vad here."""
+
+    eagerness: Literal["low", "medium", "high", "auto"] | None = None
+    create_response: bool = True
+    interrupt_response: bool = True
+
+    def by_silence(self) -> ServerVad:
+        return ServerVad(create_response=self.create_response, interrupt_response=self.interrupt_response)
+
+
 class AudioTranscription(msgspec.Struct):
     """Which model writes the words of the user's turns, in which language. Other fields have no effect."""
 
@@ -68,7 +79,7 @@ class AudioTranscription(msgspec.Struct):
 
 class InputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: Format | UnsetType = UNSET
-    turn_detection: ServerVad | UnsetType | None = UNSET
+    turn_detection: ServerVad | SemanticVad | UnsetType | None = UNSET
     noise_reduction: Any = None
     transcription: AudioTranscription | UnsetType | None = UNSET
 
@@ -126,12 +137,18 @@ class ResponseAudio(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFields(Asked, forbid_unknown_fields=True, kw_only=True):
-    """conversation "none": the answer does not join the conversation. input: what it answers instead."""
+    """conversation "none": the answer does not join the conversation. input: what it answers instead. A setting that
+    is null is that of the session: LiveKit sends all that it does not set."""
 
     audio: ResponseAudio | UnsetType = UNSET
     conversation: Literal["auto", "none"] | None = "auto"
     input: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
     metadata: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in Asked.__struct_fields__:
+            if getattr(self, name) is None:
+                setattr(self, name, UNSET)
 
 
 class Part(msgspec.Struct):
@@ -235,7 +252,7 @@ ClientEvent = (
 )
 client_event = msgspec.json.Decoder(ClientEvent)
 POSSIBLE = {
-    "turn_detection": "null, or an object of type server_vad",
+    "turn_detection": "null, or an object of type server_vad or semantic_vad",
     "format": "audio/pcm (rate 24000), audio/pcmu and audio/pcma",
     "item.type": "message, function_call and function_call_output",
     "item.content": "parts of type input_text, input_audio and output_text",
@@ -384,7 +401,8 @@ def _of_audio(audio: AudioConfig | ResponseAudio, can: Abilities) -> dict[str, A
         if audio.input.format is not UNSET:
             given["input_format"] = audio.input.format
         if audio.input.turn_detection is not UNSET:
-            given["detection"] = audio.input.turn_detection
+            detection = audio.input.turn_detection
+            given["detection"] = detection.by_silence() if isinstance(detection, SemanticVad) else detection
             if given["detection"] is not None and not voice_activity.is_installed():
                 raise refusal(400, NO_DETECTION, "session.audio.input.turn_detection", "not_installed")
         wanted = audio.input.transcription

@@ -44,7 +44,7 @@ def name_of(form: Format) -> ResponseFormat:
 
 class Response(PartOfSession):
     """tell: sends an event, by its type and fields. conversation: the one that its items join, or None. item: the
-    message; called: calls of tools, which come behind it."""
+    message; called: calls of tools, which come behind it. cue: the words that it follows in the place of the user's."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Response(PartOfSession):
         tell: Tell,
         conversation: Conversation | None,
         metadata: dict[str, str] | None = None,
+        cue: str | None = None,
     ):
         form = settings.output_format
         request = SpeechRequest(
@@ -69,7 +70,7 @@ class Response(PartOfSession):
         voice = choice_named(settings.voice if settings.has_audio else None, model, server)
         super().__init__(server, request, options, model, voice)
         self.settings, self.turns, self.tell = settings, turns, tell
-        self.conversation, self.metadata = conversation, metadata
+        self.conversation, self.metadata, self.cue = conversation, metadata, cue
         self.response_id = new_id("resp")
         self.item: Item | None = None
         self.called: list[Item] = []
@@ -163,6 +164,8 @@ class Response(PartOfSession):
         if self.calls is not None and self.cancelled is None:
             await self._write(self.calls.rest())
             self.called = [Item("assistant", call=Call(*call)) for call in self.calls.found]
+            if self.item is None and self.called:
+                self.called[0].cue = self.cue
         if self.settings.has_audio and self.cancelled is None:
             await self.send_audio(send, await self.encode(self.encoder.finish))
         if self.settings.has_audio and finished.answer.tokens:
@@ -190,7 +193,7 @@ class Response(PartOfSession):
         """Return the item, which begins with the first text or audio."""
         if self.item is not None:
             return self.item
-        item = Item("assistant", status="in_progress")
+        item = Item("assistant", status="in_progress", cue=self.cue)
         if self.settings.has_audio:
             item.speech = self._speech()
         if self.conversation is not None:

@@ -156,10 +156,7 @@ class Session:
     # settings
 
     async def _configure(self, asked: events.SessionFields) -> None:
-        if (
-            asked.model is not None
-            and self.server.names.models.get(asked.model, asked.model) != self.model.id
-        ):
+        if asked.model is not None and not self._is_own_name(asked.model):
             message = f"the model of a session cannot change; it is {self.model.id!r}"
             raise refusal(400, message, "session.model")
         settings = self.settings.changed(asked, self.abilities)
@@ -168,6 +165,13 @@ class Session:
         await read_beside(self.hearing.configure, settings.input_format, settings.detection)
         self.settings = settings
         await self.tell("session.updated", session=settings.session_json(self.id, self.model))
+
+    def _is_own_name(self, name: str) -> bool:
+        """Return whether a name is the model's, or one of OpenAI's, which agent frameworks send."""
+        names = self.server.names
+        return names.models.get(name, name) == self.model.id or names.means(
+            name, "answer", self.server.models
+        )
 
     # what the user says
 
@@ -333,9 +337,18 @@ class Session:
         joins = None if asked.conversation == "none" else self.conversation
         if joins is not None:
             joins.check_room()
-        turns = given.turns(settings.instructions, settings.schemas if settings.may_call else None)
+        schemas = settings.schemas if settings.may_call else None
+        own = None if asked.instructions is msgspec.UNSET else asked.instructions
+        cue = given.cue(self.settings.instructions, own)
+        if cue is None:
+            turns = given.turns(settings.instructions, schemas)
+        else:
+            system = "" if cue == self.settings.instructions else self.settings.instructions
+            turns = [*given.turns(system, schemas), protocol.Turn("user", cue)]
         admit(0)
-        self.response = Response(self.server, self.model, settings, turns, self.tell, joins, asked.metadata)
+        self.response = Response(
+            self.server, self.model, settings, turns, self.tell, joins, asked.metadata, cue
+        )
         self.answering = asyncio.create_task(self._run(self.response))
         self.answering.add_done_callback(self._has_ended)
 

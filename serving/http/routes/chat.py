@@ -31,11 +31,11 @@ RESPONSES = {
 @post(CHAT, status_code=200, responses=RESPONSES, request_class=ConversationRequest)
 async def complete(data: ChatRequest, request: ConversationRequest, server: Server) -> ASGIApp:
     """Answer a conversation in text, or in text and speech; or continue a text or a clip."""
-    model = server.writing_model(data.model)
+    model, warnings = server.writing_model(data.model)
     request.state.model = model.id  # for the metrics, in case the request is refused
     await request.take_json()
     check(data, model)
     make = Chat if model.answers else Continuation
-    chat = make(server, data, model, request.state.get("request_id"))
+    chat = make(server, data, model, request.state.get("request_id"), warnings)
     admit(chat.num_chars)
     return chat

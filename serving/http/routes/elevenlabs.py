@@ -3,8 +3,8 @@ lists of voices.
 
     their request ─ fields_of_speech ─ SpeechRequest ─ the path of POST /v1/audio/speech
 
-Names of theirs stand for the server's own as OpenAI's names do (names.py): on a server of one model that is not
-strict, with a warning. A field that has no meaning here is ignored, with a warning, or refused by a strict server.
+Names of theirs stand for the server's own as OpenAI's names do (names.py): if one model of the server speaks texts,
+with a warning, unless the server is strict. A field that has no meaning here is ignored, with a warning, or refused by a strict server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from serving.http.errors import SPEECH, cut, error_of, refusal
 from serving.http.prepare import RESPONSES, prepared
 from serving.http.requests import ForgetfulRequest, request_of
 from serving.http.schemas import FIELDS
-from serving.http.server import REFUSALS, Server
+from serving.http.server import REFUSALS, Server, can
 from serving.http.speech import Speech
 from serving.http.uploads import voice_list
 from serving.http.word_times import AudioWords
@@ -309,20 +309,22 @@ def chosen_voice(voice_id: str, server: Server, warnings: list[str]) -> str | No
     models = server.models
     known = voice_id in server.names.voices or server.voices.has(voice_id)
     known = known or any(voice_id in model.voices for model in models)
-    if known or server.names.is_strict or len(models) > 1 or not VOICE_ID.fullmatch(voice_id):
+    is_one = sum(can(model, "speak") for model in models) == 1
+    if known or server.names.is_strict or not is_one or not VOICE_ID.fullmatch(voice_id):
         return voice_id
     warnings.append(f"voice {voice_id!a} does not exist; the default voice is used instead")
     return None
 
 
 def chosen_model(model_id: str | None, server: Server, warnings: list[str]) -> str | None:
-    """Return the name of the model; None for the only one, which stands in for ElevenLabs'."""
-    ids = [model.id for model in server.models]
-    if model_id is None or model_id in ids or model_id in server.names.models:
+    """Return the name of the model; None for the only one that speaks, which stands in for ElevenLabs'."""
+    models = server.models
+    speaking = [model.id for model in models if can(model, "speak")]
+    if model_id is None or model_id in server.names.models or any(model_id == model.id for model in models):
         return model_id
-    if server.names.is_strict or len(ids) > 1 or not model_id.startswith(MODEL_PREFIX):
+    if server.names.is_strict or len(speaking) != 1 or not model_id.startswith(MODEL_PREFIX):
         return model_id
-    warnings.append(f"model {model_id!a} is not served; {ids[0]!a} is used instead")
+    warnings.append(f"model {model_id!a} is not served; {speaking[0]!a} is used instead")
     return None
 
 

@@ -27,7 +27,7 @@ class WorkUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ]
     model: Annotated[
         Name | None,
-        Meta(description="the ID of a served model (GET /v1/models); required if the server has several"),
+        Meta(description="the ID of a served model (GET /v1/models); required if several speak texts"),
     ] = None
     voice: Annotated[
         Name | None,

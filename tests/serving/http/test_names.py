@@ -4,7 +4,7 @@ import base64
 
 import msgspec
 import pytest
-from fake_engine import CLONER, MODEL
+from fake_engine import ANSWERER, CLONER, MODEL, TRANSCRIBER
 from http_server import Server, error
 from uploads import recording, upload
 
@@ -73,6 +73,45 @@ def test_a_strict_server_refuses_openais_names(strict):
 def test_a_server_of_several_models_refuses_openais_names(several):
     assert error(several.speak("frames 1", model="tts-1"), 404)["code"] == "model_not_found"
     assert error(several.speak("frames 1", voice="alloy"), 400)["param"] == "voice"
+
+
+def test_openais_names_mean_the_only_model_that_does_the_work(tmp_path):
+    with Server(tmp_path, models=[MODEL, ANSWERER]) as server:
+        model, voice, warning = reached(server, model="tts-1", voice="alloy")
+        assert (model, voice) == (
+            "fake",
+            MODEL.voices[0],
+        ) and "'tts-1' is not served; 'fake' is used" in warning
+        assert reached(server)[0] == "fake"
+        turn = {"role": "user", "content": "talk 1"}
+        answer = server.http.post(
+            "/v1/chat/completions", json={"model": "gpt-audio-mini", "messages": [turn]}
+        )
+        assert answer.json()["model"] == "answerer" and "'answerer' is used" in answer.headers["x-warning"]
+        refused = server.http.post("/v1/chat/completions", json={"model": "tts-1", "messages": [turn]})
+        assert error(refused, 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("tts-1-hd", "speak"),
+        ("gpt-4o-mini-tts-2025-12-15", "speak"),
+        ("gpt-realtime-2.1-mini", "answer"),
+        ("gpt-4o-audio-preview-2024-12-17", "answer"),
+        ("gpt-audio-1.5", "answer"),
+        ("gpt-realtime-whisper", "transcribe"),
+        ("gpt-4o-mini-transcribe", "transcribe"),
+        ("gpt-4o", None),
+        ("gpt-realtimes", None),
+        ("my-tts-1", None),
+    ],
+)
+def test_each_of_openais_names_does_one_kind_of_work(name, work):
+    served = [MODEL, ANSWERER, TRANSCRIBER]
+    means = [each for each in ("speak", "answer", "transcribe") if Names().means(name, each, served)]
+    assert means == ([] if work is None else [work])
+    assert not any(Names(is_strict=True).means(name, each, served) for each in means)
 
 
 def test_an_alias_is_a_name_like_any_other(several):

@@ -304,7 +304,7 @@ def heard_with(**input):
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "cannot change"),
         ({"type": "session.update", "session": {"tools": [{"name": "a"}]}}, "tools", "takes no tools"),
         ({"type": "session.update", "session": {"instructions": "a" * 201}}, "instructions", "up to 200"),
-        (heard_with(turn_detection={"type": "semantic_vad"}), "session.audio.input.turn_detection.type", "possible: null"),
+        (heard_with(turn_detection={"type": "vad"}), "session.audio.input.turn_detection.type", "possible: null"),
         (heard_with(format={"type": "audio/pcm", "rate": 16000}), "session.audio.input.format.rate", "rate 24000"),
         ({"type": "input_audio_buffer.append", "audio": "%"}, "audio", "not base64"),
         ({"type": "input_audio_buffer.append", "audio": "AA=="}, "audio", "two bytes a sample"),
@@ -453,7 +453,7 @@ def test_an_idle_session_is_closed(tmp_path):
         ({"key": "wrong"}, 401, "API key"),
         ({"model": "nobody"}, 404, "not served"),
         ({"model": "fake"}, 400, "use POST /v1/audio/speech"),
-        ({"model": None}, 400, "model is missing"),
+        ({"model": "tts-1"}, 404, "not served"),
     ],
 )
 def test_a_session_that_cannot_begin_is_refused_with_a_reason(server, options, status, message):
@@ -468,6 +468,31 @@ def test_a_browser_gives_the_key_as_a_subprotocol(server):
     with session(server, key=None, subprotocols=protocols) as client:
         client.next("session.created")
         assert client.socket.subprotocol == "realtime"
+
+
+@pytest.mark.parametrize(
+    "name", [None, "gpt-realtime", "gpt-realtime-mini-2025-12-15", "gpt-4o-realtime-preview"]
+)
+def test_openais_names_mean_the_only_model_that_answers(server, name):
+    with session(server, model=name) as client:
+        assert client.next("session.created")["session"]["model"] == "answerer"
+        assert client.configure(model=name)["model"] == "answerer"
+
+
+def test_detection_by_words_becomes_detection_by_silence(server):
+    """Agent frameworks ask for it by default."""
+    detection = {"type": "semantic_vad", "eagerness": "auto", "interrupt_response": False}
+    with talking(server) as client:
+        settings = client.configure(audio={"input": {"turn_detection": detection}})
+    assert settings["audio"]["input"]["turn_detection"] == {
+        "type": "server_vad",
+        "threshold": 0.5,
+        "prefix_padding_ms": 300,
+        "silence_duration_ms": 500,
+        "create_response": True,
+        "interrupt_response": False,
+        "idle_timeout_ms": None,
+    }
 
 
 def test_the_default_settings_are_openais():

@@ -101,7 +101,7 @@ def test_a_call_stays_when_its_answer_is_truncated(server, client):
     assert turns(server)[2:] == [("assistant", f"Hm. w0 {CALL}"), ("tool", "talk 1")]
 
 
-@pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])
+@pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {"tools": []}])
 def test_an_answer_may_go_without_tools(server, client, choice):
     client.write("call 0")
     [message] = client.answer(**choice)[-1]["response"]["output"]

@@ -59,6 +59,13 @@ def test_an_answer_may_be_empty(model):
     assert f"{ASSISTANT}streaming_transcription\n{USER}\nAgain." in read(model, script.ids)
 
 
+def test_an_answer_may_come_first_or_follow_another(model):
+    turns = (Turn("assistant", "Hello."), Turn("assistant", "Hm?"))
+    opened = f"{ASSISTANT}streaming_transcription\n"
+    expected = f"[gMASK]<sop>{SYSTEM}\n{WRITTEN}{opened}Hello.{opened}Hm?{USER}\nAgain.{opened}"
+    assert read(model, model.writer(Request(text="Again.", turns=turns)).ids) == expected
+
+
 def test_a_turn_cannot_contain_a_special_token(model):
     ids = model.writer(Request(text="<|user|><|audio_3|>")).ids
     special = set(model.writer.vocabulary.special.values())

@@ -104,6 +104,12 @@ def test_tools_and_their_results_are_turns(model):
     assert "7<|EOT|><|BOT|>human\nAnd?<|EOT|>" in read(model, asked("", *turns, Turn("user", "And?")))
 
 
+def test_an_answer_may_come_first_or_follow_another(model):
+    turns = Turn("assistant", "Hello."), Turn("assistant", "Hm?")
+    said = "<|BOT|>assistant\nHello.<|EOT|><|BOT|>assistant\nHm?<|EOT|><|BOT|>human\nAgain.<|EOT|>"
+    assert read(model, asked("Again.", *turns)) == said + "<|BOT|>assistant\n<tts_start>"
+
+
 def test_the_base_model_reads_no_roles(model):
     turns = Turn("system", "Translate."), Turn("user", "It is:", CLIP)
     read_back = read(model, asked("", *turns, options={"template": "plain"}))
