@@ -13,6 +13,7 @@ from serving.http.errors import cut, refusal
 from serving.http.tool_calls import written
 
 MAX_ITEMS = 256
+NOT_FOUND = "item_not_found"  # where OpenAI's API has no code of its own
 SAMPLE_RATE_HZ = 16_000  # of clips
 
 
@@ -124,11 +125,12 @@ class Conversation:
         before it. Raises the refusal."""
         self.check_room()
         if any(each.id == item.id for each in self.items):
-            raise refusal(400, f"the item {cut(item.id)!r} is there already", "item.id")
+            message = f"the item {cut(item.id)!r} is there already"
+            raise refusal(400, message, "item.id", "item_create_duplicate_item_id")
         calls = {each.call.id for each in self.items if each.call is not None}
         if item.result_of is not None and item.result_of not in calls:
             message = f"there is no call {cut(item.result_of)!r} in the conversation"
-            raise refusal(400, message, "item.call_id", "item_not_found")
+            raise refusal(400, message, "item.call_id", NOT_FOUND)
         at = len(self.items)
         if after is not None:
             at = 0 if after == "root" else 1 + self._index(after, "previous_item_id")
@@ -152,21 +154,21 @@ class Conversation:
         at = next(i for i, each in enumerate(self.items) if each is item)
         return self.items[at - 1].id if at else None
 
-    def find(self, id: str, param: str = "item_id") -> Item:
+    def find(self, id: str, param: str = "item_id", code: str = NOT_FOUND) -> Item:
         """Raises the refusal."""
-        return self.items[self._index(id, param)]
+        return self.items[self._index(id, param, code)]
 
     def delete(self, id: str) -> None:
         """Raises the refusal."""
-        item = self.items.pop(self._index(id, "item_id"))
+        item = self.items.pop(self._index(id, "item_id", "item_delete_invalid_item_id"))
         if item.call is not None and item.first is not None and item.first.speech is not None:
             item.first.speech.answer = None  # these tokens have the call
 
-    def _index(self, id: str, param: str) -> int:
+    def _index(self, id: str, param: str, code: str = NOT_FOUND) -> int:
         for at, item in enumerate(self.items):
             if item.id == id:
                 return at
-        raise refusal(400, f"there is no item {cut(id)!r} in the conversation", param, "item_not_found")
+        raise refusal(400, f"there is no item {cut(id)!r} in the conversation", param, code)
 
     def turns(self, instructions: str, schemas: str | None = None) -> list[protocol.Turn]:
         """Return the turns that a model reads. Instructions and the system's items before the first turn are one; so

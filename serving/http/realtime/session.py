@@ -142,7 +142,8 @@ class Session:
             case events.Create(item=given, previous_item_id=previous):
                 await self._add(await self._item(given), previous)
             case events.Retrieve(item_id=id):
-                await self.tell("conversation.item.retrieved", item=self.conversation.find(id).json())
+                item = self.conversation.find(id, code="item_retrieve_invalid_item_id")
+                await self.tell("conversation.item.retrieved", item=item.json())
             case events.Truncate():
                 await self._truncate(event)
             case events.Delete(item_id=id):
@@ -309,7 +310,7 @@ class Session:
 
     async def _truncate(self, event: events.Truncate) -> None:
         """Forget what the user did not hear of an answer. Raises the refusal."""
-        item = self.conversation.find(event.item_id)
+        item = self.conversation.find(event.item_id, code="item_truncate_invalid_item_id")
         if item.speech is None or item.call is not None:
             raise refusal(400, f"the item {cut(item.id)!r} is no answer with audio", "item_id")
         has_ms = int(item.speech.frames / item.speech.frames_per_ms)
@@ -378,7 +379,10 @@ class Session:
         response = self.response
         if not self.is_answering or response is None or response_id not in (None, response.response_id):
             which = "" if response_id is None else f" {cut(response_id)!r}"
-            raise refusal(400, f"no answer{which} is under way", code="response_cancel_not_active")
+            message = (
+                f"Cancellation failed: no answer{which} is under way"  # LiveKit knows it by its first words
+            )
+            raise refusal(400, message, code="response_cancel_not_active")
         await self._interrupt("client_cancelled")
 
     async def _interrupt(self, reason: Reason) -> None:

@@ -131,3 +131,21 @@ def test_instructions_replace_the_sessions_where_a_turn_waits(server, client):
     client.write("talk 1")
     client.answer(instructions="Be kind.")
     assert turns(server) == [("system", "Be kind."), ("user", "talk 1")]
+
+
+def test_errors_have_the_codes_that_frameworks_know(client):
+    """LiveKit and Pipecat pass over a late cancel, and the first goes on if an item is there already."""
+    update(client, PIPECAT)
+    client.send("response.cancel")
+    late = client.error()
+    assert late["code"] == "response_cancel_not_active" and late["message"].startswith("Cancellation failed")
+    item = client.write("talk 1")
+    client.send("conversation.item.create", item=item)
+    assert client.error()["code"] == "item_create_duplicate_item_id"
+    for kind, fields in (
+        ("retrieve", {}),
+        ("delete", {}),
+        ("truncate", {"content_index": 0, "audio_end_ms": 1}),
+    ):
+        client.send(f"conversation.item.{kind}", item_id="nobody", **fields)
+        assert client.error()["code"] == f"item_{kind}_invalid_item_id"
