@@ -14,6 +14,7 @@ from realtime_sessions import KEY, asked, half_told, pcm, session, talking
 from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from serving import protocol
 from serving.http.errors import refusal
 from serving.http.realtime import conversation, events
 from serving.http.realtime.conversation import MAX_ITEMS, Conversation
@@ -92,6 +93,28 @@ def test_the_next_turn_has_the_answers_own_tokens(server):
         and last.text == "talk 1"
     )
     assert answer.tokens == (0, 1, 2, 3) and answer.text is None
+
+
+def test_what_the_user_says_in_two_parts_is_one_turn(server):
+    with talking(server) as client:
+        for seconds in (0.5, 0.25):
+            client.say(pcm(seconds))
+            client.send("input_audio_buffer.commit")
+            client.until("conversation.item.done")
+        client.write("talk 1")
+        client.answer()
+    [turn] = asked(server).turns
+    assert abs(turn.clip.duration_s - 0.75) < 0.01 and turn.text == "talk 1"
+
+
+def test_clips_that_are_too_large_together_fail_the_answer(server, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_CLIP_BYTES", 4 * 16_000)
+    with talking(server) as client:
+        client.say(pcm(1.5))
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        done = client.answer()[-1]["response"]
+    assert done["status"] == "failed" and "exceed" in done["status_details"]["error"]["message"]
 
 
 def test_text_alone_is_the_output_text(server):

@@ -87,7 +87,7 @@ def test_a_text_and_its_call_are_one_turn(server, client):
     client.answer()
     said = ("assistant", f"Hm. {CALL}")
     expected = [("system", "Be brief."), ("tools", SCHEMAS), ("user", "call 0"), said, ("tool", "talk 1")]
-    assert turns(server) == expected
+    assert turns(server) == expected and asked(server).request.output == "text"
 
 
 def test_a_call_stays_when_its_answer_is_truncated(server, client):
