@@ -118,6 +118,7 @@ TRANSCRIBER = protocol.ModelInfo(
 )
 READY = protocol.Status("ready", 1.0)
 CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # at the end of answers to "call N" and "only N"
+CALL_TOKENS = [71, 72]
 NUMBERS = protocol.ModelStats(
     slots=8,
     running=2,
@@ -166,9 +167,9 @@ def transcribe(writer: asyncio.StreamWriter, id: str) -> None:
     writer.write(protocol.pack(protocol.Finished(id, "stop", 0, usage)))
 
 
-def answered(id: str, reason: str, frames: int) -> protocol.Finished:
-    """Return the end of an answer of a number of frames, each with a text token before it."""
-    answer = protocol.Answer(list(range(2 * frames)), list(range(2, 2 * frames + 1, 2)))
+def answered(id: str, reason: str, frames: int, call: list[int]) -> protocol.Finished:
+    """Return the end of an answer of a number of frames, each with a text token before it. call: tokens behind them."""
+    answer = protocol.Answer([*range(2 * frames), *call], list(range(2, 2 * frames + 1, 2)))
     usage = {"input_tokens": 9, "input_audio_tokens": 4, "text_tokens": frames}
     return protocol.Finished(id, reason, frames, usage, answer=answer)
 
@@ -236,7 +237,9 @@ class FakeEngine:
                 case protocol.Interrupt(id):
                     self.interrupted.append(id)
                     if (frames := self.talking.pop(id, None)) is not None:
-                        writer.write(protocol.pack(answered(id, "cancelled", frames + 1)))  # one is in flight
+                        writer.write(
+                            protocol.pack(answered(id, "cancelled", frames + 1, []))
+                        )  # one is in flight
                 case protocol.Heard(id, frames):
                     self.heard[id] = self.heard.get(id, 0) + frames
         beating.cancel()
@@ -274,7 +277,10 @@ class FakeEngine:
                 writer.write(protocol.pack(protocol.Text(id, text)))
         if self.talking.pop(id, None) is not None:
             most = message.request.options.get("max_tokens", count)
-            writer.write(protocol.pack(answered(id, "length" if count >= most < 3 else "stop", count)))
+            end = "length" if count >= most < 3 else "stop"
+            writer.write(
+                protocol.pack(answered(id, end, count, CALL_TOKENS if what in ("call", "only") else []))
+            )
 
     def feed(self, writer: asyncio.StreamWriter, id: str, text: str, is_last: bool) -> None:
         texts = self.fed.setdefault(id, [])

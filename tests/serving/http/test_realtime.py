@@ -10,6 +10,7 @@ import pytest
 import soxr
 from fake_engine import ANSWERER, CALLER, MODEL, tone
 from http_server import Server, until
+from metrics import outcomes
 from realtime_sessions import KEY, asked, half_told, pcm, session, talking
 from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -18,6 +19,7 @@ from serving import protocol
 from serving.http.errors import refusal
 from serving.http.realtime import conversation, events
 from serving.http.realtime.conversation import MAX_ITEMS, Conversation
+from serving.http.realtime.hearing import samples_of
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
 
@@ -38,10 +40,15 @@ def types(seen):
     return [event["type"] for event in seen]
 
 
+def parts(seen):
+    return [event["part"] for event in seen if event["type"].startswith("response.content_part")]
+
+
 # a turn
 
 
 def test_a_spoken_turn_is_answered_in_text_and_speech(server):
+    before = outcomes(server, "answerer")["stop"]
     with talking(server) as client:
         client.say(pcm(0.5))
         client.send("input_audio_buffer.commit")
@@ -66,10 +73,12 @@ def test_a_spoken_turn_is_answered_in_text_and_speech(server):
     ]
     assert [kind for kind in kinds if kind in order and kinds.index(kind) >= 0][:3] == order[:3]
     assert sorted(order, key=kinds.index) == order
+    assert parts(seen) == [{"type": "audio", "transcript": ""}, {"type": "audio", "transcript": "w0 w1 w2 "}]
     done = seen[-1]["response"]
     assert done["status"] == "completed" and done["output"][0]["content"][0]["transcript"] == "w0 w1 w2 "
     assert done["usage"]["output_token_details"] == {"text_tokens": 3, "audio_tokens": 3}
     assert done["usage"]["input_token_details"]["audio_tokens"] == 4
+    assert outcomes(server, "answerer")["stop"] == before + 1
     [turn] = asked(server).turns
     assert (
         turn.role == "user" and abs(turn.clip.duration_s - 0.5) < 0.01 and turn.clip.sample_rate_hz == 16_000
@@ -123,7 +132,15 @@ def test_text_alone_is_the_output_text(server):
         client.write("talk 2")
         seen = client.answer()
     assert not audio_of(seen) and "response.output_text.delta" in types(seen)
+    assert parts(seen) == [{"type": "text", "text": ""}, {"type": "text", "text": "w0 w1 "}]
     assert seen[-1]["response"]["output"][0]["content"] == [{"type": "output_text", "text": "w0 w1 "}]
+
+
+def purity(samples, hz, rate_hz):
+    """Return the share of the power that a tone has."""
+    power = np.abs(np.fft.rfft(samples * np.hanning(len(samples)))) ** 2
+    at = round(hz * len(samples) / rate_hz)
+    return power[at - 3 : at + 4].sum() / power.sum()
 
 
 @pytest.mark.parametrize("law", ["pcmu", "pcma"])
@@ -137,7 +154,8 @@ def test_telephone_audio_in_and_out(server, law):
         client.send("input_audio_buffer.commit")
         client.until("conversation.item.done")
         seen = client.answer()
-    assert len(audio_of(seen)) == 3 * 640
+    heard = samples_of(audio_of(seen), {"pcmu": events.Pcmu(), "pcma": events.Pcma()}[law])
+    assert len(heard) == 3 * 640 and purity(heard, 220, 8_000) > 0.99  # one law read as the other: 0.18
     clip = asked(server).turns[0].clip
     assert abs(clip.duration_s - 0.512) < 0.01 and np.frombuffer(clip.samples, "<f4").std() > 0.1
 

@@ -1,7 +1,7 @@
 """Tools in realtime sessions, with a fake engine (fake_engine.py), and the turns that a model reads."""
 
 import pytest
-from fake_engine import CALL, CALLER
+from fake_engine import CALL, CALL_TOKENS, CALLER
 from http_server import Server
 from realtime_sessions import KEY, asked, half_told, talking
 
@@ -65,7 +65,12 @@ def test_a_spoken_answer_calls_a_tool_and_the_next_one_has_its_result(server, cl
     result = give(client, call["call_id"], "talk 1")
     assert result["output"] == "talk 1" and result["call_id"] == call["call_id"]
     client.answer()
-    expected = [("tools", SCHEMAS), ("user", "call 3"), ("assistant", tuple(range(6))), ("tool", "talk 1")]
+    expected = [
+        ("tools", SCHEMAS),
+        ("user", "call 3"),
+        ("assistant", (*range(6), *CALL_TOKENS)),
+        ("tool", "talk 1"),
+    ]
     assert turns(server) == expected
 
 
@@ -76,7 +81,12 @@ def test_an_answer_may_be_a_call_alone(server, client):
     assert call["type"] == "function_call" and not [event for event in seen if "delta" in event["type"]][1:]
     give(client, call["call_id"], "talk 1")
     client.answer()
-    assert turns(server) == [("tools", SCHEMAS), ("user", "only 0"), ("assistant", CALL), ("tool", "talk 1")]
+    assert turns(server) == [
+        ("tools", SCHEMAS),
+        ("user", "only 0"),
+        ("assistant", tuple(CALL_TOKENS)),
+        ("tool", "talk 1"),
+    ]
 
 
 def test_a_text_and_its_call_are_one_turn(server, client):
