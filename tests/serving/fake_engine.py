@@ -217,6 +217,8 @@ class FakeEngine:
                     self.asked[id] = msgspec.to_builtins(request)
                     self.messages[id] = message
                     if message.turns:
+                        if request.output != "transcript":
+                            self.talking[id] = 0
                         task = asyncio.create_task(self.talk(writer, message))
                         self.tasks.add(task)
                         continue
@@ -260,8 +262,10 @@ class FakeEngine:
         id, said = message.id, message.turns[-1].text or "talk 3"
         what, count = said.split()[0], int(said.split()[1])
         if what == "reject":
+            del self.talking[id]
             return writer.write(protocol.pack(protocol.Rejected(id, "turns are not possible", "turns")))
-        self.talking[id] = 0
+        if id not in self.talking:
+            return None  # interrupted already
         if what == "call":
             writer.write(protocol.pack(protocol.Text(id, "Hm. ")))
         for index in range(count):

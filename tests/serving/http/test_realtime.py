@@ -1,5 +1,6 @@
 """Realtime sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
+import asyncio
 import base64
 import gc
 import json
@@ -20,6 +21,7 @@ from serving.http.errors import refusal
 from serving.http.realtime import conversation, events
 from serving.http.realtime.conversation import MAX_ITEMS, Conversation
 from serving.http.realtime.hearing import samples_of
+from serving.http.references import References
 from serving.http.socket import MAX_WRONG
 from serving.settings import Limits
 
@@ -218,6 +220,37 @@ def test_a_cancelled_answer_ends_at_once_and_keeps_what_was_sent(server, held):
     assert server.engine.interrupted[-1] in server.engine.messages and not server.engine.talking
     # two frames were made, and one of them was sent: two tokens
     assert asked(server).turns[1].tokens == (0, 1)
+
+
+def test_an_answer_may_be_cancelled_before_the_engine_knows_it(server, monkeypatch):
+    find = References.find
+
+    async def find_late(*given):
+        await asyncio.sleep(0.3)
+        return await find(*given)
+
+    monkeypatch.setattr(References, "find", find_late)
+    server.engine.messages.clear()
+    with talking(server) as client:
+        client.write("talk 9")
+        client.send("response.create")
+        client.next("response.created")
+        assert not server.engine.messages
+        client.send("response.cancel")
+        done = client.until("response.done")["response"]
+    assert done["status"] == "cancelled" and done["output"] == []
+
+
+def test_each_item_names_the_one_before_it(server):
+    with talking(server) as client:
+        client.write("talk 1")
+        client.answer()
+        client.say(pcm(0.5))
+        client.send("input_audio_buffer.commit")
+        client.until("conversation.item.done")
+        done = [event for event in client.seen if event["type"] == "conversation.item.done"]
+    ids = [event["item"]["id"] for event in done]
+    assert [event["previous_item_id"] for event in done] == [None, *ids[:-1]] and len(ids) == 3
 
 
 def test_a_conversation_goes_on_from_what_was_heard(server):

@@ -130,6 +130,24 @@ def test_an_interrupted_answer_calls_nothing(server, client):
     assert response["status"] == "cancelled" and len(response["output"]) == 1
 
 
+def test_a_call_comes_behind_its_message_and_not_behind_a_later_item(server, client, held):
+    server.call(server.engine.go.clear)
+    client.write("call 3")
+    client.send("response.create")
+    message = client.until("response.output_audio.delta")["item_id"]
+    client.write("talk 2")
+    server.call(server.engine.go.set)
+    call = client.until("response.done")["response"]["output"][1]
+    [done] = [
+        each for each in client.seen if each["type"] == "conversation.item.done" and each["item"] == call
+    ]
+    assert done["previous_item_id"] == message
+    give(client, call["call_id"], "7")
+    client.write("talk 1")
+    client.answer()
+    assert [role for role, _ in turns(server)] == ["tools", "user", "assistant", "tool", "user"]
+
+
 def test_a_client_may_tell_of_earlier_calls(server, client):
     client.write("Add one and two.")
     item = {"type": "function_call", "call_id": "a", "name": "add", "arguments": ARGUMENTS}
