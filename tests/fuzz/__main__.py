@@ -1,10 +1,11 @@
 """Send thousands of generated requests to a server on this machine, and print the outcomes.
 
-    python -m tests.fuzz [schema] [recordings] [documents] [--examples 2000] [--seed 0]
+    python -m tests.fuzz [schema] [recordings] [documents] [conversations] [--examples 2000] [--seed 0]
 
     schema      valid and invalid requests by the OpenAPI schema, route by route (schemathesis)
     recordings  audio files of every kind, cut, flipped and spliced, as ref_audio and as uploaded voices (hypothesis)
     documents   EPUB, Markdown and text, cut, flipped and spliced, as works (hypothesis)
+    conversations   sequences of events in realtime sessions, valid and not (hypothesis)
 
 The server is a complete `zoo serve` with tiny demo checkpoints. Every answer must be in the schema and none
 may be a 500. No process may end, the log may hold no error, and afterwards the server must speak as before.
@@ -18,10 +19,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz import documents, recordings, schema
+from tests.fuzz import conversations, documents, recordings, schema
 from tests.fuzz.target import fuzzed
 
-PARTS = {"schema": schema.fuzz, "recordings": recordings.fuzz, "documents": documents.fuzz}
+PARTS = {
+    "schema": schema.fuzz,
+    "recordings": recordings.fuzz,
+    "documents": documents.fuzz,
+    "conversations": conversations.fuzz,
+}
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.attack.target import CHILDREN, Target, until
+from zoo.step_audio2 import write_demo
 
 MODELS = "tiny tiny-base"  # one with its own voices, one that clones
 LIMITS = (
@@ -25,7 +26,9 @@ LIMITS = (
 @contextmanager
 def fuzzed(directory: Path) -> Iterator[Target]:
     """Yield a server. Raise AssertionError if its state or its speech has changed afterwards."""
-    with Target(MODELS, directory, *LIMITS, "--works-dir", str(directory / "works")) as target:
+    talker = write_demo(directory / "talker")  # it answers, calls tools and transcribes
+    options = (*LIMITS, "--works-dir", str(directory / "works"))
+    with Target(MODELS, directory, str(talker), *options) as target:
         before = target.speak(seed=1, stream=False).content  # a stream's bytes depend on the time, too
         yield target
         for name, module in CHILDREN.items():

@@ -2,20 +2,24 @@
 
 import pytest
 
-from tests.fuzz import documents, recordings, schema
+from tests.fuzz import conversations, documents, recordings, schema
 from tests.fuzz.target import fuzzed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fuzz", "reached"),
-    [(schema.fuzz, "POST /v1/audio/speech positive: 200"), (recordings.fuzz, "ref_audio: 200")],
-    ids=["schema", "recordings"],
+    ("fuzz", "examples", "reached"),
+    [
+        (schema.fuzz, 60, "POST /v1/audio/speech positive: 200"),
+        (recordings.fuzz, 60, "ref_audio: 200"),
+        (conversations.fuzz, 10, "response.done"),
+    ],
+    ids=["schema", "recordings", "conversations"],
 )
-def test_no_request_breaks_the_server(fuzz, reached, tmp_path):
+def test_no_request_breaks_the_server(fuzz, examples, reached, tmp_path):
     """reached: an outcome that proves that requests reached the engine."""
     with fuzzed(tmp_path) as target:
-        counts = fuzz(target, 60, 0)
+        counts = fuzz(target, examples, 0)
     assert sum(counts.values()) >= 50 and counts[reached] > 0, counts
 
 
