@@ -117,7 +117,7 @@ TRANSCRIBER = protocol.ModelInfo(
     outputs=("speech", "transcript"),
 )
 READY = protocol.Status("ready", 1.0)
-CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # at the end of answers to "call N" and "only N"
+CALL = '<tool_call>function\nadd\n{"a": 1}</tool_call>'  # at the end of answers to "call N" and "only N"; "half N" begins with a part
 CALL_TOKENS = [71, 72]
 NUMBERS = protocol.ModelStats(
     slots=8,
@@ -266,8 +266,8 @@ class FakeEngine:
             return writer.write(protocol.pack(protocol.Rejected(id, "turns are not possible", "turns")))
         if id not in self.talking:
             return None  # interrupted already
-        if what == "call":
-            writer.write(protocol.pack(protocol.Text(id, "Hm. ")))
+        if what in ("call", "half"):
+            writer.write(protocol.pack(protocol.Text(id, "Hm. " if what == "call" else CALL[:30])))
         for index in range(count):
             writer.write(protocol.pack(protocol.Text(id, f"w{index} ")))
             await asyncio.sleep(0.005)

@@ -77,6 +77,7 @@ def test_a_spoken_turn_is_answered_in_text_and_speech(server):
     assert sorted(order, key=kinds.index) == order
     assert parts(seen) == [{"type": "audio", "transcript": ""}, {"type": "audio", "transcript": "w0 w1 w2 "}]
     done = seen[-1]["response"]
+    assert done["output"][0]["status"] == "completed"
     assert done["status"] == "completed" and done["output"][0]["content"][0]["transcript"] == "w0 w1 w2 "
     assert done["usage"]["output_token_details"] == {"text_tokens": 3, "audio_tokens": 3}
     assert done["usage"]["input_token_details"]["audio_tokens"] == 4
@@ -168,6 +169,7 @@ def test_an_answer_at_its_limit_is_incomplete(server):
         done = client.answer(max_output_tokens=2)[-1]["response"]
     assert asked(server).request.options == {"max_tokens": 2}
     assert (done["status"], done["status_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    assert done["output"][0]["status"] == "incomplete"
 
 
 def test_an_answer_apart_from_the_conversation(server):

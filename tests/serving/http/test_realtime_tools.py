@@ -130,6 +130,19 @@ def test_an_interrupted_answer_calls_nothing(server, client):
     assert response["status"] == "cancelled" and len(response["output"]) == 1
 
 
+def test_a_call_that_was_cut_off_is_not_read(server, client, held):
+    server.call(server.engine.go.clear)
+    client.write("half 3")
+    client.send("response.create")
+    client.until("response.output_audio.delta")
+    client.send("response.cancel")
+    assert client.until("response.done")["response"]["status"] == "cancelled"
+    server.call(server.engine.go.set)
+    client.write("talk 1")
+    client.answer()
+    assert turns(server)[1:] == [("user", "half 3"), ("assistant", ""), ("user", "talk 1")]
+
+
 def test_a_call_comes_behind_its_message_and_not_behind_a_later_item(server, client, held):
     server.call(server.engine.go.clear)
     client.write("call 3")
