@@ -3,7 +3,7 @@ message is the assistant's, and the model continues it: a text in text, a clip i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from serving import protocol
 from serving.http.chat import FIELD, Chat, check_clips, text_of
@@ -45,16 +45,9 @@ def check(data: ChatRequest, model: Model) -> None:
 class Continuation(Chat):
     """An ASGI application for one request, like `Speech`."""
 
-    def __init__(
-        self,
-        server: Server,
-        data: ChatRequest,
-        model: Model,
-        given_id: str | None,
-        warnings: Sequence[str] = (),
-    ):
+    def __init__(self, server: Server, data: ChatRequest, model: Model, *rest: Any):
         check(data, model)
-        super().__init__(server, data, model, given_id, warnings)
+        super().__init__(server, data, model, *rest)
         self.fields.output = "continuation" if clip_in(data.messages[0]) else "text"
         if self.fields.output == "continuation":
             self.options.pop(LIMIT, None)

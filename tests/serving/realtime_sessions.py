@@ -2,10 +2,12 @@
 be one that OpenAI's own client declares."""
 
 import base64
+import gc
 import json
 from contextlib import contextmanager
 
 import numpy as np
+from http_server import until
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 from websockets.sync.client import connect
@@ -98,3 +100,12 @@ def half_told(server, client, frames=5):
 
 def asked(server):
     return list(server.engine.messages.values())[-1]
+
+
+def check_is_idle(server):
+    """Check that sessions that have ended hold no place, no memory and no request."""
+    state = server.app.state.server
+    server.engine.messages.clear()  # of the fake engine: they hold clips
+    until(lambda: state.sessions.num_held == 0)
+    until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
+    assert not state.engine._inboxes

@@ -138,7 +138,7 @@ class Conversation:
         return self.items[at - 1].id if at else None
 
     def join(self, item: Item, before: Item | None) -> None:
-        """Add a call that the model has made behind an item of the same answer, or at the end. It always has room."""
+        """Add a call that the model has made: after an item of the same answer, or at the end. It always has room."""
         is_there = any(each is before for each in self.items)
         at = 1 + self._index(before.id, "item_id") if before is not None and is_there else len(self.items)
         self.items.insert(at, item)
@@ -204,8 +204,8 @@ class Conversation:
         return last[0].text if last and last[0].role == "system" else instructions or None
 
     def _as_read(self) -> list[Item]:
-        """Return the items in the order in which a model reads them. What the user said while a tool was at work comes
-        behind its result, and results come in the order of their calls."""
+        """Return the items in the order in which a model reads them. The user's words during a call follow its result,
+        and results come in the order of their calls."""
         calls = {item.call.id: at for at, item in enumerate(self.items) if item.call is not None}
         read: list[Item] = []
         for is_answer, items in groupby(self.items, lambda item: item.role == "assistant"):

@@ -304,8 +304,10 @@ def event_id_of(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a session may ask for. is_voice: whether the model can speak in a voice of this name. transcriber: returns
-    the ID of the model that writes the words of a clip, from what a client calls it, or None if there is none."""
+    """What a session may ask for.
+
+    is_voice: whether the model can speak in a voice of this name. transcriber: returns the ID of the model that writes
+    the words of clips, by a client's name for it. None: no model can."""
 
     model: Model
     text_chars: int

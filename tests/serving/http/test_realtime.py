@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import gc
 import json
 from unittest.mock import Mock
 
@@ -12,7 +11,7 @@ import soxr
 from fake_engine import ANSWERER, CALLER, MODEL, tone
 from http_server import Server, until
 from metrics import outcomes
-from realtime_sessions import KEY, asked, half_told, pcm, session, talking
+from realtime_sessions import KEY, asked, check_is_idle, half_told, pcm, session, talking
 from uploads import stored, upload
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -295,11 +294,7 @@ def test_a_client_that_leaves_cancels_its_answer_and_leaves_nothing_behind(serve
         half_told(server, client)
         id = list(server.engine.messages)[-1]
     until(lambda: id in server.engine.cancelled)
-    state = server.app.state.server
-    server.engine.messages.clear()
-    until(lambda: state.sessions.num_held == 0)
-    until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
-    assert not state.engine._inboxes
+    check_is_idle(server)
 
 
 # voices

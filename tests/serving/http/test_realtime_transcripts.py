@@ -1,11 +1,9 @@
 """The words of what the user said in a realtime session, with a fake engine (fake_engine.py)."""
 
-import gc
-
 import pytest
 from fake_engine import ANSWERER, MODEL, TRANSCRIBER
 from http_server import Server, until
-from realtime_sessions import KEY, asked, pcm, session, talking
+from realtime_sessions import KEY, asked, check_is_idle, pcm, session, talking
 
 from serving.audio import voice_activity
 from serving.http.errors import refusal
@@ -128,8 +126,4 @@ def test_a_client_that_leaves_ends_its_transcripts(server, held):
         until(lambda: requested(server))
         [id] = server.engine.messages
     until(lambda: id in server.engine.cancelled)
-    state = server.app.state.server
-    server.engine.messages.clear()
-    until(lambda: state.sessions.num_held == 0)
-    until(lambda: gc.collect() >= 0 and state.memory.num_held == 0)
-    assert not state.engine._inboxes
+    check_is_idle(server)
