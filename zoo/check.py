@@ -218,11 +218,11 @@ def roles_of(turns: Sequence[Turn]) -> str:
 
 def check_turn(turn: Turn) -> None:
     """Raise RequestError for a turn that says nothing, or that speaks where only text is read. An answer may be empty:
-    the model may have said nothing, or the user interrupted it."""
+    the model may have said nothing, or the user interrupted it. So may be a tool's result."""
     has_text = bool((turn.text or "").strip(BLANK))
     if turn.clip is not None and turn.role != "user":
         raise RequestError("turns", f"a turn by {turn.role} has audio; the model reads only its text")
     if turn.tokens is not None and (turn.role != "assistant" or turn.text is not None):
         raise RequestError("turns", f"a turn by {turn.role} has tokens; only answers have, in place of text")
-    if not has_text and turn.clip is None and turn.role != "assistant":
+    if not has_text and turn.clip is None and turn.role not in ("assistant", "tool"):
         raise RequestError("turns", f"a turn by {turn.role} has neither text nor audio")

@@ -34,7 +34,7 @@ SESSION = {
     "tool_choice": st.sampled_from(["auto", "none", None]),
     "instructions": st.one_of(st.none(), TEXT),
     "output_modalities": st.sampled_from([["audio"], ["text"]]),
-    "max_output_tokens": st.sampled_from([1, 5, 8]),
+    "max_output_tokens": st.sampled_from([1, 40]),
     "temperature": st.sampled_from([0.0, 1.0]),
 }
 DETECTION = st.sampled_from(
@@ -179,8 +179,7 @@ class Seen:
             while True:
                 event = json.loads(self.socket.recv())
                 DECLARED.validate_python(event, strict=False)
-                code = event["error"]["code"] if event["type"] == "error" else ""
-                self.counts[f"{event['type']} {code or ''}".strip()] += 1
+                self.counts[what(event)] += 1
                 if event["type"] == "conversation.item.added":
                     self.ids.append(event["item"]["id"])
                 if event["type"] == "error" and event["error"]["event_id"] == LAST:
@@ -190,3 +189,13 @@ class Seen:
                 self.fault = str(closed)
         except ValueError as error:  # no event of OpenAI's
             self.fault = str(error)
+
+
+def what(event: dict[str, Any]) -> str:
+    """Return the type of an event, with the code of an error or the status of an answer."""
+    match event["type"]:
+        case "error":
+            return f"error: {event['error']['code']}"
+        case "response.done":
+            return f"response.done: {event['response']['status']}"
+    return str(event["type"])

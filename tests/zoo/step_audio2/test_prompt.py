@@ -142,6 +142,11 @@ def test_other_conversations_are_refused(model, turns, text, message):
     assert refused.value.param in ("turns", "text")
 
 
+def test_a_result_may_be_empty(model):
+    turns = Turn("user", "Hm?"), Turn("assistant", "<tool_call>"), Turn("tool", None)
+    assert "<|BOT|>input\n<|EOT|><|BOT|>assistant" in read(model, asked("", *turns))
+
+
 def test_an_answer_may_be_empty(model):
     answers = Turn("user", "Hm."), Turn("assistant", None)
     assert "Hm.<|EOT|><|BOT|>assistant\n<|EOT|><|BOT|>human\nAgain." in read(model, asked("Again.", *answers))
