@@ -18,6 +18,7 @@ from zoo.text.pronunciations import MAX_ENTRIES, Pronunciation
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
 Name = Annotated[str, Meta(max_length=256)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_OPTION_CHARS = 1000
 MAX_BATCH = 32  # requests
 MAX_EXPIRES_S = 7 * 86400  # of a signed URL
@@ -443,7 +444,7 @@ class AudioId(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: ToolName
     arguments: str
 
 

@@ -24,24 +24,23 @@ def new_id(kind: str) -> str:
 @dataclass
 class Speech:
     """The spoken part of an answer. frames: those that were sent; frames_per_ms: as the client plays them. answer: its
-    tokens, if the model keeps them; has_calls: whether they call tools, too. marks: for each part of the text how many
-    frames were sent before it."""
+    tokens, if the model keeps them. marks: for each part of the text how many frames were sent before it."""
 
     frames_per_ms: float
     frames: int = 0
     answer: Answer | None = None
-    has_calls: bool = False
     marks: list[tuple[int, str]] = field(default_factory=list)
 
-    def up_to_ms(self, end_ms: int) -> Speech:
-        """Return what was heard up to a time: whole frames, and the text that was written before the last of them."""
+    def up_to_ms(self, end_ms: int, has_calls: bool) -> Speech:
+        """Return what was heard up to a time: whole frames, and the text that was written before the last of them.
+        has_calls: whether the answer calls tools. A call has no audio, and a part of the tokens would lose it. So the
+        model then reads the answer as text."""
         frames = int(end_ms * self.frames_per_ms)
         if frames >= self.frames:
             return self
-        # a call has no audio: a part of the tokens would lose it, so the model reads the answer as text
-        answer = None if self.answer is None or self.has_calls else self.answer.up_to(frames)
+        answer = None if self.answer is None or has_calls else self.answer.up_to(frames)
         marks = [mark for mark in self.marks if mark[0] < frames]
-        return Speech(self.frames_per_ms, frames, answer, marks=marks)
+        return Speech(self.frames_per_ms, frames, answer, marks)
 
     @property
     def text(self) -> str:
@@ -59,8 +58,9 @@ class Call:
 
 @dataclass
 class Item:
-    """A message, a call of a tool, or the result of one. clip: of a user; transcript: its words. speech: of an answer with audio. is_cut:
-    whether the client truncated it; its text may be longer than its audio then, and is no longer shown.
+    """A message, a call of a tool, or the result of one. clip: of a user; transcript: its words. speech: of an answer
+    with audio. is_cut: whether the client truncated it; its text may be longer than its audio then, and is no longer
+    shown.
 
     first: of a call, the item with the tokens of the whole answer, if that is another one. result_of: the ID of the
     call whose result the text is. cue: of an answer, the words that it followed in the place of the user's."""
@@ -164,6 +164,10 @@ class Conversation:
         if item.call is not None and item.first is not None and item.first.speech is not None:
             item.first.speech.answer = None  # these tokens have the call
 
+    def has_calls(self, item: Item) -> bool:
+        """Return whether the answer of an item calls tools."""
+        return any(each.first is item for each in self.items)
+
     def _index(self, id: str, param: str, code: str = NOT_FOUND) -> int:
         for at, item in enumerate(self.items):
             if item.id == id:
@@ -193,7 +197,18 @@ class Conversation:
             turns.insert(turns[0].role == "system" if turns else 0, protocol.Turn("tools", schemas))
         return turns
 
-    def cue(self, instructions: str, own: str | None) -> str | None:
+    def asked(
+        self, instructions: str, own: str | None, schemas: str | None
+    ) -> tuple[list[protocol.Turn], str | None]:
+        """Return the turns for an answer, and its cue if it has one. own: its own instructions, which replace the
+        session's; None if it has none."""
+        cue = self._cue(instructions, own)
+        if cue is None:
+            return self.turns(instructions if own is None else own, schemas), None
+        system = "" if cue == instructions else instructions
+        return [*self.turns(system, schemas), protocol.Turn("user", cue)], cue
+
+    def _cue(self, instructions: str, own: str | None) -> str | None:
         """Return the words that an answer follows if no turn of the user or of a tool waits for one: its own
         instructions, or else those of the session."""
         last = self._as_read()[-1:]

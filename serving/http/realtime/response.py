@@ -181,7 +181,6 @@ class Response(PartOfSession):
             item.first = first
         if first.speech is None:
             first.speech = self._speech()
-        first.speech.has_calls = bool(self.called)
         if is_whole:
             first.speech.answer = answer
         elif self.calls is None or not (self.calls.found or self.calls.held):

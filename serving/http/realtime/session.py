@@ -319,7 +319,8 @@ class Session:
             raise refusal(400, message, "audio_end_ms")
         if item.status == "in_progress":
             await self._interrupt("client_cancelled")
-        item.speech, item.is_cut = item.speech.up_to_ms(event.audio_end_ms), True
+        has_calls = self.conversation.has_calls(item)
+        item.speech, item.is_cut = item.speech.up_to_ms(event.audio_end_ms, has_calls), True
         where = {"item_id": item.id, "content_index": 0, "audio_end_ms": event.audio_end_ms}
         await self.tell("conversation.item.truncated", **where)
 
@@ -340,12 +341,7 @@ class Session:
             joins.check_room()
         schemas = settings.schemas if settings.may_call else None
         own = None if asked.instructions is msgspec.UNSET else asked.instructions
-        cue = given.cue(self.settings.instructions, own)
-        if cue is None:
-            turns = given.turns(settings.instructions, schemas)
-        else:
-            system = "" if cue == self.settings.instructions else self.settings.instructions
-            turns = [*given.turns(system, schemas), protocol.Turn("user", cue)]
+        turns, cue = given.asked(self.settings.instructions, own, schemas)
         admit(0)
         self.response = Response(
             self.server, self.model, settings, turns, self.tell, joins, asked.metadata, cue

@@ -193,6 +193,7 @@ def result(**fields):
     [
         (updated(tools=[{"type": "mcp", "name": "a"}]), "session.tools[0].type", "possible: a list of up to 128"),
         (updated(tools=[{"type": "function"}]), "session.tools[0]", "missing required field `name`"),
+        (updated(tools=[TOOL | {"name": ""}]), "session.tools[0].name", "length >= 1"),
         (updated(tools=[TOOL | {"description": "a" * 800}]), "tools", "takes up to 800"),
         (updated(tool_choice="required"), "session.tool_choice", "possible: auto and none"),
         (updated(tool_choice={"type": "function", "name": "add"}), "session.tool_choice", "possible: auto and none"),
@@ -224,7 +225,7 @@ def got(text, id="c"):
 
 def spoken():
     """Return an answer with audio whose tokens call a tool, and the call."""
-    speech = Speech(0.0125, 1, Answer.of(Answer([1, 2, 3], [2])), has_calls=True, marks=[(0, "Hm.")])
+    speech = Speech(0.0125, 1, Answer.of(Answer([1, 2, 3], [2])), [(0, "Hm.")])
     message = Item("assistant", "Hm.", speech=speech)
     return message, called(first=message)
 
