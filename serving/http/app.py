@@ -50,6 +50,7 @@ from serving.http.routes.elevenlabs import (
     speak_whole,
     speak_whole_with_times,
 )
+from serving.http.routes.elevenlabs_input import speak_inputs
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.pronunciations import list_pronunciations, replace_pronunciations
 from serving.http.routes.realtime import converse
@@ -137,6 +138,7 @@ def create_app(
                 security=openapi.SECURITY,
             ),
             speak_in_session,
+            speak_inputs,
             converse,
             *([speak_link] if security.speech_urls else []),
             health,

@@ -22,14 +22,16 @@ from litestar.types import Scope
 from uvicorn.protocols.utils import ClientDisconnected
 
 from serving.engine_client import Away
-from serving.http import elevenlabs, schemas
+from serving.http import schemas
+from serving.http.elevenlabs import bodies as elevenlabs
 from serving.http.objects import Error, ErrorBody
 from serving.http.works import schemas as works
 
 AWAY_RETRY_S = 1
 SPEECH, CHAT, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/chat/completions", "/v1/audio/transcriptions"
 GENERATE = "/generate"
-SOCKETS = SESSION, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
+SESSION, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
+SOCKETS = (SESSION, REALTIME, elevenlabs.ONE_INPUT, elevenlabs.MANY_INPUTS)
 # routes whose requests are counted and logged
 ANSWERS = (SPEECH, CHAT, TRANSCRIPTIONS, GENERATE, *elevenlabs.PATHS)
 FIELDS = schemas.FIELDS | elevenlabs.FIELDS | works.FIELDS

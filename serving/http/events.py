@@ -95,6 +95,15 @@ class AudioChunk(msgspec.Struct, tag_field="type", tag="audio.chunk"):
     audio: str  # base64
 
 
+class AudioSegment(msgspec.Struct, tag_field="type", tag="audio.segment"):
+    """The times of a part of an utterance, once that part is spoken."""
+
+    utterance: int
+    text: str
+    start_s: float
+    end_s: float
+
+
 class AudioWords(msgspec.Struct, tag_field="type", tag="audio.words"):
     """The words of a part of an utterance, once that part is spoken."""
 
@@ -138,5 +147,13 @@ class Failure(msgspec.Struct, tag_field="type", tag="error"):
 
 
 ServerEvent = (
-    Configured | ModelLoading | AudioStart | AudioChunk | AudioWords | AudioDone | AudioHeard | Failure
+    Configured
+    | ModelLoading
+    | AudioStart
+    | AudioChunk
+    | AudioSegment
+    | AudioWords
+    | AudioDone
+    | AudioHeard
+    | Failure
 )

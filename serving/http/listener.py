@@ -49,6 +49,7 @@ NO_HANDSHAKE = "a WebSocket opens with a GET request that has no body and at mos
 CUT_OFF = "ASGI callable returned without completing response."
 REFUSED = "ASGI callable returned without completing handshake."
 ANY = "*"  # allows every host or origin
+SOCKET = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", path) for path in SOCKETS))
 
 log = structlog.get_logger()
 
@@ -411,6 +412,9 @@ class Guard:
 
         if (wrong := self.foreign(scope, id)) is not None:
             return await answer(begin, 403, wrong, "foreign")
+        if is_socket(scope["path"]):
+            message = f"{cut(scope['path'])} is a WebSocket; connect with ws:// or wss://"
+            return await answer(begin, 426, message, "upgrade_required")
         inner = cast(HTTPScope, dict(scope))
         if inner["method"] == "HEAD":
             inner["method"] = HttpMethod.GET
@@ -426,7 +430,7 @@ class Guard:
         id = given_id(scope) or new_id()
         if (wrong := self.foreign(scope, id)) is not None:
             return await deny(send, 403, wrong, "foreign", id)
-        if scope["path"].rstrip("/") not in SOCKETS:
+        if not is_socket(scope["path"]):
             message = f"{cut(scope['path'])} is no WebSocket; these are: {', '.join(SOCKETS)}"
             return await deny(send, 404, message, "not_found")
         scope["state"]["request_id"] = given_id(scope)
@@ -469,6 +473,11 @@ def is_unexpected(record: logging.LogRecord) -> bool:
     """Return False for uvicorn's errors about a stream that was cut off and a WebSocket that was refused. The server
     does both on purpose: when a stream fails, and `Speech.fail` has logged why; and in `deny`."""
     return record.msg not in (CUT_OFF, REFUSED)
+
+
+def is_socket(path: str) -> bool:
+    """Return whether a path is that of a WebSocket."""
+    return SOCKET.fullmatch(path.rstrip("/")) is not None
 
 
 def is_address(host: str) -> bool:

@@ -14,7 +14,7 @@ from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import Components, SecurityRequirement, SecurityScheme
 
 from serving import protocol
-from serving.http import elevenlabs
+from serving.http.elevenlabs import bodies as elevenlabs
 from serving.http.errors import SPEECH
 from serving.http.objects import (
     BODIES,

@@ -69,7 +69,6 @@ PATH = SESSION
 MAX_QUEUED = 16  # utterances
 OWN = fields_of(ConfigFields)
 NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
-ONLY_WORDS = 'a session gives word times alone; set timestamp_granularities to ["word"], or leave it out'
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
@@ -151,8 +150,6 @@ class Session:
         if "input" in fields:
             raise refusal(400, "session.config takes no input; send text as input.text", "input")
         request = request_of({"response_format": "pcm", **fields, "input": ""})
-        if "segment" in (request.timestamp_granularities or ()):
-            raise refusal(400, ONLY_WORDS, "timestamp_granularities")
         model, warnings = self.server.chosen_model(request)
         warnings += drop_foreign(fields, model, self.server)
         options = options_of(fields, model)

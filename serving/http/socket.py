@@ -20,6 +20,7 @@ from serving.http.errors import AWAY_RETRY_S, refusal
 
 STOPS, UNSUPPORTED, POLICY, SILENT = 1012, 1003, 1008, 4408
 MAX_WRONG = 100  # messages
+MAX_REASON_BYTES = 123  # RFC 6455, 5.5
 T = TypeVar("T")
 
 
@@ -63,7 +64,7 @@ class Socket:
                 if tasks[index].done():
                     tasks[index].result()
         except Closed as closed:
-            await self.send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
+            await self.close(closed.code, closed.reason)
         except (Left, OSError):
             pass
         finally:
@@ -85,12 +86,16 @@ class Socket:
                 case {"type": "websocket.disconnect"}:
                     raise Left
                 case {"type": "websocket.stopping"}:  # listener.py sends it
-                    self.is_stopping = True
-                    self.when_stopping()
+                    self.stop()
                 case {"type": "websocket.receive", "text": str(text)}:
                     return text
                 case {"type": "websocket.receive"}:
                     raise Closed(UNSUPPORTED, "messages must be JSON in text messages")
+
+    def stop(self) -> None:
+        """The server stops."""
+        self.is_stopping = True
+        self.when_stopping()
 
     async def _receive(self) -> ReceiveMessage:
         message, self._early = self._early, None
@@ -116,6 +121,10 @@ class Socket:
         self._num_wrong = self._num_wrong + 1 if is_wrong else 0
         if self._num_wrong >= MAX_WRONG:
             raise Closed(POLICY, f"{self._num_wrong} messages in a row were wrong")
+
+    async def close(self, code: int, reason: str) -> None:
+        reason = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
+        await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def send_text(self, text: str) -> None:
         await self.send({"type": "websocket.send", "bytes": None, "text": text})

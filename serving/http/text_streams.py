@@ -12,14 +12,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 from litestar.exceptions import HTTPException
-from litestar.types import Message
 
 from serving.http.errors import new_id, refusal
+from serving.http.inner_session import InnerSession, told
 from serving.http.quota import Share
 from serving.http.server import Server
-from serving.http.session import Session
 from serving.http.socket import ended
 
 MAX_WAITING = 64  # pieces of audio that no client has read yet; then the session waits
@@ -27,14 +25,13 @@ UNHEARD_S = 60.0  # how long a stream waits for the client that reads its audio
 DISCONNECT = {"type": "websocket.disconnect", "code": 1000}
 
 
-class TextStream:
+class TextStream(InnerSession):
     """One stream. `run` returns when its session ends."""
 
     def __init__(self, server: Server, place: Share):
         self.id = new_id()
         self.place = place
-        self.session = Session(server, self._receive, self._send, self.id)  # type: ignore[arg-type]
-        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        super().__init__(server, self.id)
         self.audio: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the end
         self.room = asyncio.Semaphore(MAX_WAITING)  # in `audio`
         self.configured: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,8 +61,7 @@ class TextStream:
 
     def tell(self, type: str, **fields: Any) -> None:
         """Pass an event of the client on."""
-        text = msgspec.json.encode({"type": type, **fields}).decode()
-        self.messages.put_nowait({"type": "websocket.receive", "text": text})
+        self.messages.put_nowait(told(type, **fields))
 
     def leave(self) -> None:
         self.messages.put_nowait(DISCONNECT)
@@ -79,18 +75,11 @@ class TextStream:
         if self.error is not None:
             raise self.error
 
-    async def _receive(self) -> dict[str, Any]:
-        return await self.messages.get()
+    async def take_audio(self, audio: bytes) -> None:
+        await self.room.acquire()
+        self.audio.put_nowait(audio)
 
-    async def _send(self, message: Message) -> None:
-        match message:
-            case {"type": "websocket.send", "bytes": bytes(audio)}:
-                await self.room.acquire()
-                self.audio.put_nowait(audio)
-            case {"type": "websocket.send", "text": str(text)}:
-                self._take(msgspec.json.decode(text))
-
-    def _take(self, event: dict[str, Any]) -> None:
+    async def take_event(self, event: dict[str, Any]) -> None:
         match event:
             case {"type": "session.configured"} if not self.configured.done():
                 self.configured.set_result(None)

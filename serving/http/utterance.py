@@ -32,6 +32,7 @@ from serving.http.events import (
     AudioChunk,
     AudioDone,
     AudioHeard,
+    AudioSegment,
     AudioStart,
     AudioWords,
     ModelLoading,
@@ -265,7 +266,6 @@ class Utterance:
 
     def done(self, reason: str | None = None) -> AudioDone:
         now_s, made = time.perf_counter(), self.frames + self.text_tokens
-        audio_s = self.num_samples / self.settings.model.sample_rate_hz / self.settings.request.speed
         timings = Timings(
             self._since_ms(self.ended_s),
             self._since_ms(self.heard_s),
@@ -273,7 +273,11 @@ class Utterance:
         )
         usage = Usage(self.input_tokens, made, self.input_tokens + made)
         reason = reason or ("length" if self.was_cut else "stop")
-        return AudioDone(self.number, reason, round(audio_s, 4), usage, timings)
+        return AudioDone(self.number, reason, round(self._at_s(self.num_samples), 4), usage, timings)
+
+    def _at_s(self, num_samples: int) -> float:
+        """Return the time in the audio, in seconds, at which so many of the model's samples have been heard."""
+        return round(num_samples / self.settings.model.sample_rate_hz / self.settings.request.speed, 6)
 
     def _since_ms(self, then_s: float | None) -> float | None:
         return None if then_s is None else round(1000 * (then_s - self.began_s), 1)
@@ -376,7 +380,7 @@ class Utterance:
         self.pcm.clear()
         if self.words is not None:
             self.words.begin_request()
-        self.spoken = segment
+        self.spoken, start = segment, self.num_samples
         finished = await segment.speak(self._take)
         self.spoken = None
         self.frames += finished.frames
@@ -385,6 +389,9 @@ class Utterance:
         self.was_cut |= finished.reason == "length"
         if self.settings.request.loudness is not None:  # the next text may be late
             await self._send_audio(await self._encode(self.encoder.flush))
+        if "segment" in (self.settings.request.timestamp_granularities or ()):
+            start_s, end_s = self._at_s(start), self._at_s(self.num_samples)
+            await self.send_event(AudioSegment(self.number, segment.said, start_s, end_s))
         await self._keep_voice(segment)
 
     async def _tell_loading(self, state: protocol.ModelState) -> None:

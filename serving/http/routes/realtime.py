@@ -9,7 +9,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope, Send
 
 from serving.engine_client import Away
-from serving.http.errors import error_of, refusal
+from serving.http.errors import error_of
 from serving.http.handshake import chosen, offered, socket_key
 from serving.http.listener import deny
 from serving.http.quota import remember_client
@@ -23,8 +23,6 @@ SUBPROTOCOL = "realtime"  # as OpenAI's browser client offers it
 @asgi(PATH, copy_scope=False)
 async def converse(scope: Scope, receive: Receive, send: Send) -> None:
     """Open a session: the client speaks and hears the answers."""
-    if scope["type"] != "websocket":
-        raise refusal(426, f"{PATH} is a WebSocket; connect with ws:// or wss://", code="upgrade_required")
     server: Server = scope["litestar_app"].state.server
     try:
         check_api_key(server, socket_key(scope))

@@ -6,7 +6,7 @@ from litestar import asgi
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope, Send
 
-from serving.http.errors import error_of, refusal
+from serving.http.errors import error_of
 from serving.http.handshake import chosen, offered, socket_key
 from serving.http.listener import deny
 from serving.http.quota import remember_client
@@ -19,8 +19,6 @@ SUBPROTOCOL = "speechzoo"
 @asgi(PATH, copy_scope=False)
 async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
     """Open a session: the client sends text while the server sends speech."""
-    if scope["type"] != "websocket":
-        raise refusal(426, f"{PATH} is a WebSocket; connect with ws:// or wss://", code="upgrade_required")
     server: Server = scope["litestar_app"].state.server
     try:
         check_api_key(server, socket_key(scope))

@@ -11,7 +11,7 @@ from fake_aligner import FRAME, FakeAligner
 from fake_engine import MODEL, RATE_HZ, frame
 from http_server import Server, error, until
 
-from serving.http.characters import Characters, joined
+from serving.http.elevenlabs.characters import Characters, joined
 from serving.http.word_times import Word
 from serving.settings import Limits
 

@@ -17,6 +17,7 @@ SPEAK = "/v1/text-to-speech/{voice_id}"
 STREAM = f"{SPEAK}/stream"
 SPEAK_TIMED, STREAM_TIMED = f"{SPEAK}/with-timestamps", f"{STREAM}/with-timestamps"
 PATHS = (SPEAK, STREAM, SPEAK_TIMED, STREAM_TIMED)
+ONE_INPUT, MANY_INPUTS = f"{SPEAK}/stream-input", f"{SPEAK}/multi-stream-input"
 DEFAULT_FORMAT = "mp3_44100_128"
 # Fields of their requests, and of voice_settings, that have no meaning here.
 MEANINGLESS = (

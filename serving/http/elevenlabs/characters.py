@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serving.http.elevenlabs import CharacterAlignment
+from serving.http.elevenlabs.bodies import CharacterAlignment
 from serving.http.word_times import Word
 from zoo.align.words import words_of
 
@@ -20,7 +20,7 @@ class Alignments(msgspec.Struct):
     spoken."""
 
     alignment: CharacterAlignment | None
-    normalized_alignment: CharacterAlignment | None
+    normalized_alignment: CharacterAlignment
 
 
 class Characters:

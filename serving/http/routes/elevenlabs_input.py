@@ -1,0 +1,97 @@
+"""The WebSockets of ElevenLabs' clients: /v1/text-to-speech/{voice_id}/stream-input and /multi-stream-input."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+import msgspec
+from litestar import asgi
+from litestar.exceptions import HTTPException
+from litestar.types import Receive, Scope, Send
+
+from serving.engine_client import Away
+from serving.http.elevenlabs.bodies import DEFAULT_FORMAT, ElevenLabsRequest
+from serving.http.elevenlabs.contexts import Connection
+from serving.http.elevenlabs.fields import drop_language, fields_of_speech, their_names
+from serving.http.errors import error_of, log_refused, refusal, uncapitalized
+from serving.http.handshake import chosen, offered, socket_key
+from serving.http.listener import deny
+from serving.http.quota import remember_client
+from serving.http.requests import request_of
+from serving.http.server import Server, check_api_key
+from serving.http.socket import away
+
+MULTI = "/multi-stream-input"
+
+
+class Query(msgspec.Struct):
+    """The query of the address. Other parameters, as inactivity_timeout, have no meaning here."""
+
+    model_id: str | None = None
+    output_format: str = DEFAULT_FORMAT
+    language_code: str | None = None
+    seed: int | None = None
+    apply_text_normalization: Literal["auto", "on", "off"] | None = None
+    auto_mode: bool = False
+
+
+@asgi(
+    ["/v1/text-to-speech/{voice_id:str}/stream-input", "/v1/text-to-speech/{voice_id:str}" + MULTI],
+    copy_scope=False,
+)
+async def speak_inputs(scope: Scope, receive: Receive, send: Send) -> None:
+    """Speak texts while they arrive, for ElevenLabs' clients."""
+    server: Server = scope["litestar_app"].state.server
+    try:
+        check_api_key(server, socket_key(scope))
+        remember_client(scope)
+        place = server.sessions.take()
+    except HTTPException as error:
+        return await deny(send, error.status_code, error.detail, error_of(error).code)
+    with place:
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept", "subprotocol": chosen(offered(scope), ""), "headers": []})
+        id = scope["state"].get("request_id")
+        connection = Connection(server, receive, send, is_multi=scope["path"].endswith(MULTI), id=id)
+        try:
+            query = query_of(scope["query_string"])
+            config = config_of(scope["path_params"]["voice_id"], query, server)
+        except (HTTPException, Away) as error:
+            # Clients show what is said here, but not the body of an answer that refuses the connection.
+            refused = away(error) if isinstance(error, Away) else error
+            return await connection.refuse(log_refused(refused, id=id, path=scope["path"]))
+        await connection.run(config, is_auto=query.auto_mode)
+
+
+def query_of(query: bytes) -> Query:
+    """Raises the refusal."""
+    given = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
+    try:
+        return msgspec.convert(given, Query, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        field = where.rstrip("`")
+        raise refusal(400, f"{field}: {uncapitalized(what)}", field) from None
+
+
+def config_of(voice_id: str, query: Query, server: Server) -> dict[str, Any]:
+    """Return the session.config for an address. Raises the refusal, Away."""
+    data = ElevenLabsRequest(
+        text="",
+        model_id=query.model_id,
+        language_code=query.language_code,
+        apply_text_normalization=query.apply_text_normalization,
+    )
+    own = {} if query.seed is None else {"seed": query.seed}
+    with their_names():
+        fields = fields_of_speech(voice_id, data, own, {}, query.output_format, server, [])
+        request = request_of(fields)
+        model, _ = server.chosen_model(request)
+    del fields["input"]
+    if drop_language(request, model, server):
+        del fields["language"]
+    if not model.answers:
+        has_aligner = server.aligner is not None and not server.aligner.fault
+        fields["timestamp_granularities"] = ["word" if has_aligner else "segment"]
+    return fields
