@@ -208,7 +208,8 @@ class Child:
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self.process.wait()
         except TimeoutError:
             log_line(f"the {self.name} did not stop within {patience_s:g} s: killing it")
             self.kill()

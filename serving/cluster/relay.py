@@ -32,7 +32,8 @@ class Relay:
             await self._carry(reader, writer)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        given = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), TOKEN_S)
+        async with asyncio.timeout(TOKEN_S):
+            given = await reader.readexactly(TOKEN_BYTES)
         if not secrets.compare_digest(given.hex(), self.token):
             return
         from_engine, to_engine = await asyncio.open_unix_connection(self.path)

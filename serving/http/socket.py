@@ -77,7 +77,8 @@ class Socket:
         while True:
             until_s = (time.monotonic() if self.is_busy() else self.active_s) + self.idle_s
             try:
-                message = await asyncio.wait_for(self._receive(), until_s - time.monotonic())
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    message = await self._receive()
             except TimeoutError:
                 if not self.is_busy() and time.monotonic() >= self.active_s + self.idle_s:
                     raise Closed(SILENT, f"the session was idle for {self.idle_s:g} s") from None

@@ -211,7 +211,8 @@ class Utterance:
                 return None
             self.came.clear()
             try:
-                await asyncio.wait_for(self.came.wait(), self.server.limits.text_idle_s)
+                async with asyncio.timeout(self.server.limits.text_idle_s):
+                    await self.came.wait()
             except TimeoutError:
                 raise Idle from None
         self.num_taken += len(part.text)

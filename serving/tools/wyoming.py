@@ -232,7 +232,8 @@ class Handler(AsyncEventHandler):
             self.hearing = asyncio.create_task(self._hear(self.socket))
         self.configured = asyncio.get_running_loop().create_future()
         await self._send(type="session.config", **await self._chosen(voice))
-        await asyncio.wait_for(self.configured, ASK_S)
+        async with asyncio.timeout(ASK_S):
+            await self.configured
 
     async def _chosen(self, voice: SynthesizeVoice | None) -> dict[str, str]:
         """Choose a model and a voice from what the client named. Raises Refused."""

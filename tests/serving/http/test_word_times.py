@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 from fake_aligner import FRAME, FakeAligner
-from fake_engine import FEEDER, MODEL
+from fake_engine import FEEDER, MODEL, RATE_HZ
 from http_server import Server, error, until
 from sessions import PATH, spoken
 from websockets.sync.client import connect
@@ -149,14 +149,20 @@ def test_text_that_is_fed_is_aligned_when_its_pass_ends(server):
     assert [each["word"] for each in event["words"]] == ["The", "old", "man", "told", "a", "story."]
 
 
-def test_a_session_gives_no_segment_times(server):
-    with connect(server.url.replace("http", "ws") + PATH) as socket:
-        socket.send(json.dumps({"type": "session.config", "timestamp_granularities": ["segment"]}))
-        fault = json.loads(socket.recv())["error"]
-    assert (
-        fault["param"] == "timestamp_granularities"
-        and 'set timestamp_granularities to ["word"]' in fault["message"]
+def test_a_session_gives_the_times_of_its_sentences(server):
+    segments = {"timestamp_granularities": ["segment"]}
+    told, audio = spoken(
+        server, "frames 2 for the first. [pause:1s] frames 3 follow here.", speed=2.0, **segments
     )
+    first, second = of_kind(told, "audio.segment")
+    assert (first["text"], second["text"]) == ("frames 2 for the first.", "frames 3 follow here.")
+    ends = [0.0, 2 * FRAME / RATE_HZ, 1 + 2 * FRAME / RATE_HZ, 1 + 5 * FRAME / RATE_HZ]
+    times = [first["start_s"], first["end_s"], second["start_s"], second["end_s"]]
+    assert times == [pytest.approx(end_s / 2, abs=1e-6) for end_s in ends]
+    assert len(audio) / 2 / RATE_HZ == pytest.approx(second["end_s"], rel=0.1)
+    told, _ = spoken(server, "The old man told a story.", 7, model="feeder", **segments)
+    [event] = of_kind(told, "audio.segment")
+    assert event["text"] == "The old man told a story." and event["utterance"] == 1
 
 
 @contextmanager
