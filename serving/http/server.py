@@ -133,11 +133,15 @@ class Server:
         model out, or name one of OpenAI's. Raises Away, and the refusal."""
         models = self.models
         able = [model for model in models if can(model, work)]
-        if len(able) == 1 and (asked is None or self.names.means(asked, work, models)):
+        named = ", ".join(model.id for model in able or models)
+        is_theirs = asked is not None and self.names.means(asked, work, models)
+        if len(able) == 1 and (asked is None or is_theirs):
             instead = f"model {asked!a} is not served; {able[0].id!a} is used instead"
             return able[0], [] if asked is None else [instead]
+        if len(able) > 1 and is_theirs:
+            message = f"{asked!r} stands for the only model that can {work}; this server has several: {named}"
+            raise refusal(404, message, "model", "model_not_found")
         if asked is None and len(models) > 1:
-            named = ", ".join(model.id for model in able or models)
             message = f"model is missing; this server has several: {named}"
             raise refusal(400, message, "model", "missing_field")
         return models[0] if asked is None else self.model(asked), []

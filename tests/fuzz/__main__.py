@@ -1,11 +1,12 @@
 """Send thousands of generated requests to a server on this machine, and print the outcomes.
 
-    python -m tests.fuzz [schema] [recordings] [documents] [conversations] [--examples 2000] [--seed 0]
+    python -m tests.fuzz [schema] [recordings] [documents] [conversations] [texts] [--examples 2000] [--seed 0]
 
     schema      valid and invalid requests by the OpenAPI schema, route by route (schemathesis)
     recordings  audio files of every kind, cut, flipped and spliced, as ref_audio and as uploaded voices (hypothesis)
     documents   EPUB, Markdown and text, cut, flipped and spliced, as works (hypothesis)
     conversations   sequences of events in realtime sessions, valid and not (hypothesis)
+    texts       messages of sessions that take text while they speak, valid and not (hypothesis)
 
 The server is a complete `zoo serve` with tiny demo checkpoints. Every answer must be in the schema and none
 may be a 500. No process may end, the log may hold no error, and afterwards the server must speak as before.
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz import conversations, documents, recordings, schema
+from tests.fuzz import conversations, documents, recordings, schema, texts
 from tests.fuzz.target import fuzzed
 
 PARTS = {
@@ -27,6 +28,7 @@ PARTS = {
     "recordings": recordings.fuzz,
     "documents": documents.fuzz,
     "conversations": conversations.fuzz,
+    "texts": texts.fuzz,
 }
 
 

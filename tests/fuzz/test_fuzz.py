@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz import conversations, documents, recordings, schema
+from tests.fuzz import conversations, documents, recordings, schema, texts
 from tests.fuzz.target import fuzzed
 
 
@@ -13,8 +13,9 @@ from tests.fuzz.target import fuzzed
         (schema.fuzz, 60, "POST /v1/audio/speech positive: 200"),
         (recordings.fuzz, 60, "ref_audio: 200"),
         (conversations.fuzz, 10, "response.done: incomplete"),
+        (texts.fuzz, 20, "their characters"),
     ],
-    ids=["schema", "recordings", "conversations"],
+    ids=["schema", "recordings", "conversations", "texts"],
 )
 def test_no_request_breaks_the_server(fuzz, examples, reached, tmp_path):
     """reached: an outcome that proves that requests reached the engine."""
