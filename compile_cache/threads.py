@@ -25,9 +25,9 @@ def set_num_threads(model: nn.Module, is_compiled: bool) -> int:
     """Set the number of threads and return it. Call this before anything is compiled.
 
     On a GPU the host gets one thread, because it has little to compute. On a CPU a model gets the current
-    number, limited by the CPU quota, and one under SMALL_BYTES at most two threads. If a small model is not
-    compiled, it gets one: its operators are so short that threads would mostly wait for each other, and
-    `zoo say` took thirty times as long with two next to a busy program (benchmarks/LOG.md).
+    number, limited by the CPU quota, and one under SMALL_BYTES at most two threads. A small model
+    that is not compiled gets one: its operators are so short that threads would mostly wait for each other. Next
+    to a busy program, `zoo say` took thirty times as long with two (benchmarks/LOG.md).
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     num = threads_of_quota(torch.get_num_threads())

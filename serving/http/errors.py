@@ -161,8 +161,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
 
 
 def id_of(request: Request[Any, Any, Any], error: Exception) -> str:
-    """Return the ID of a request that ended in an error, for its answer and its log line: the one that the client
-    sent, or the one that the engine knows, or a new one."""
+    """Return the ID of a request that ended in an error, for its answer and its log line. It is the client's, else
+    the one that the engine knows, else a new one."""
     known = error.headers.get("x-request-id") if isinstance(error, HTTPException) and error.headers else None
     return request.state.get("request_id") or known or new_id()
 

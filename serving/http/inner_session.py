@@ -19,10 +19,11 @@ from serving.http.session import Session
 class InnerSession(ABC):
     """`session.run` returns when it ends. A subclass says what happens to its audio and its events."""
 
-    def __init__(self, server: Server, id: str | None, max_waiting: int = 0):
-        """id: the request ID. max_waiting: messages that the session has not read yet; 0: any number."""
+    def __init__(self, server: Server, id: str | None, path: str, max_waiting: int = 0):
+        """id: the request ID. path: of the route, for the log. max_waiting: how many messages may wait for the session;
+        0: any number."""
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(max_waiting)
-        self.session = Session(server, self._receive, self._send, id)  # type: ignore[arg-type]
+        self.session = Session(server, self._receive, self._send, id, path)  # type: ignore[arg-type]
 
     @abstractmethod
     async def take_audio(self, audio: bytes) -> None:

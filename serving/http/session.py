@@ -77,9 +77,9 @@ log = structlog.get_logger()
 class Session:
     """A session on a WebSocket that is already accepted. `run` returns when it ends."""
 
-    def __init__(self, server: Server, receive: Receive, send: Send, id: str | None = None):
-        """id: the client's request ID."""
-        self.server, self.id = server, id
+    def __init__(self, server: Server, receive: Receive, send: Send, id: str | None = None, path: str = PATH):
+        """id: the client's request ID. path: of the route, for the log."""
+        self.server, self.id, self.path = server, id, path
         idle_s = server.limits.session_idle_s
         self.socket = Socket(receive, send, idle_s, lambda: bool(self.queue), lambda: self.turn.set())
         self.settings: Settings | None = None
@@ -323,7 +323,7 @@ class Session:
             raise Closed(SILENT, idle) from None
 
     def _failure(self, error: HTTPException, utterance: Utterance) -> Failure:
-        facts = {"id": self.id, "path": PATH, "utterance": utterance.number}
+        facts = {"id": self.id, "path": self.path, "utterance": utterance.number}
         facts |= {"model": utterance.settings.model.id, "reason": outcome_of(error)}
         return Failure(log_refused(error, **facts), utterance.number)
 

@@ -20,6 +20,7 @@ from serving.http.quota import Share
 from serving.http.server import Server
 from serving.http.socket import ended
 
+PATH = "/generate/stream"
 MAX_WAITING = 64  # pieces of audio that no client has read yet; then the session waits
 UNHEARD_S = 60.0  # how long a stream waits for the client that reads its audio
 DISCONNECT = {"type": "websocket.disconnect", "code": 1000}
@@ -31,7 +32,7 @@ class TextStream(InnerSession):
     def __init__(self, server: Server, place: Share):
         self.id = new_id()
         self.place = place
-        super().__init__(server, self.id)
+        super().__init__(server, self.id, PATH)
         self.audio: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the end
         self.room = asyncio.Semaphore(MAX_WAITING)  # in `audio`
         self.configured: asyncio.Future[None] = asyncio.get_running_loop().create_future()

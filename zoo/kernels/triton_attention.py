@@ -2,9 +2,9 @@
 only when a GPU is used, because CPU builds of torch lack Triton.
 
 A tile is a few tokens of one sequence with all query heads that share a key head, so keys and values are read
-once for the group. The kernel looks up a tile's sequence and its length on the device: a recorded launch
-stays valid while sequences grow, the page table may be as wide as the longest sequence, and the host never
-waits. Positions beyond a sequence's length are not loaded, so their contents cannot matter.
+once for the group. The kernel looks up a tile's sequence and its length on the device. So a recorded launch
+stays valid while sequences grow, and the host never waits. The page table may be as wide as the longest
+sequence. Positions beyond a sequence's length are not loaded, so their contents cannot matter.
 
     tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, then padding
     tiles of 4  [-----) [-)   [)   [-----) [)    [--)          the last one gives zeros

@@ -1,9 +1,8 @@
 """Matrices in float8_e4m3fn for GPUs that multiply it: half the bytes of bf16, and up to twice its arithmetic.
 
-Each row of a weight has a scale, and so has each row of the activations, which are rounded in the compiled
-graph: inductor does it in the kernel of the norm or the gate before. The largest value of a row becomes 448.
-Codes change; `benchmarks/rounded_weights.py` measures how many, with the plain form of the product, which any
-machine computes.
+Each row of a weight has a scale, and so has each row of the activations. The largest value of a row becomes 448.
+Activations are rounded in the compiled graph, by the kernel of the norm or the gate before. Codes change;
+`benchmarks/rounded_weights.py` measures how many, with the plain form of the product, which any machine computes.
 
 Not every product gains. On an H200, those with long sums and few outputs are slower in fp8 unless they have
 hundreds of rows (benchmarks/LOG.md). So each shape is measured while a model is loaded.
@@ -49,8 +48,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def round_weights(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
     """Replace the large bf16 matrices of a model by `FP8Linear`, in place, and free the plain weights.
-    Embeddings, heads, and modules in float32 stay as they are, as with int8, and so do matrices that read an
-    attention's result, because no kernel could round it in passing, and those that are faster in bf16."""
+    Embeddings, heads, and modules in float32 stay as they are, as with int8. So do matrices that are faster in
+    bf16, and those that read an attention's result: no kernel could round it in passing."""
     # paths, because a list of layers would keep all plain weights until the last one is rounded
     for path in [path for path, _ in model.named_modules(remove_duplicate=False) if path]:
         layer = model.get_submodule(path)

@@ -37,9 +37,9 @@ from zoo.text.pieces import most_s
 
 
 class Backbone(nn.Module):
-    """The LM: the table of all ids, the blocks, and for each stream the rows of the head that it draws from:
-    its codes, then the end and the marker of audio (first stream) or the pad (others). At last the words, the end
-    and the marker of text, for the first stream where it writes."""
+    """The LM: the table of all ids, the blocks, and for each stream the rows of the head that it draws from. First
+    come its codes, then the end and the marker of audio (first stream) or the pad (others). At last come the words,
+    the end and the marker of text, for the first stream where it writes."""
 
     offset: Tensor  # [all rows] float32, after prepare(): the share of the streams' vectors in the scores
 

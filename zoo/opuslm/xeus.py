@@ -254,9 +254,9 @@ def names(xeus: Xeus) -> dict[str, str]:
 
 
 def of_parts(file: TensorFile) -> TensorFile:
-    """Return the published file without the tensors of training, with the names of the older release, and with
-    the position's convolution whole instead of in weight norm's two parts, which are for each of its positions.
-    Raises ValueError."""
+    """Return the published file with the names of the older release, without the tensors of training. The
+    position's convolution, which has weight norm's two parts for each of its positions, is whole. Raises
+    ValueError."""
     named = {_older(name): name for name in file.headers if name.startswith(PARTS)}
     headers = {older: file.headers[name] for older, name in named.items()}
     size, direction = (headers.pop(f"{EMBED}_{part}", None) for part in "gv")

@@ -127,9 +127,9 @@ def solved(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """How many frames speech of a text takes, by the text's UTF-8 bytes, which say as much of its duration in
-    one script as in another: a running mean, and how far single speeches stray. prior: frames of a byte,
-    before anything was spoken."""
+    """How many frames speech of a text takes: a running mean, and how far single speeches stray. Texts are
+    measured in UTF-8 bytes, which say as much of the duration in one script as in another. prior: frames of a
+    byte, before anything was spoken."""
 
     def __init__(self, prior: float):
         self.mean = prior

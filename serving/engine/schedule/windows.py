@@ -24,10 +24,10 @@ def cut(
 ) -> np.ndarray:
     """Return how many frames of each slot go into its window. [B]
 
-    takes_all [S]: a window of these takes all frames there are, padded up to a shape, unless that is more
-    than twice the work of several smaller ones: then one of those, and soon the next. The other windows fill
-    a shape exactly, and what is left over waits, so the renderer computes nothing in vain. The work of a
-    shape is its frames, and those around it that are read as well.
+    takes_all [S]: a window of these takes all frames there are, padded up to a shape. If that is more
+    than twice the work of several smaller windows, it takes the first of those, and the next follows
+    soon. The other windows fill a shape exactly, and what is left over waits, so the renderer computes
+    nothing in vain. The work of a shape is its frames, and those around it that are read as well.
     """
     shapes, window = snapshot.shapes, snapshot.shapes.window
     pending = snapshot.pending[slots]

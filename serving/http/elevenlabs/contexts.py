@@ -18,7 +18,7 @@ import msgspec
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Send
 
-from serving.http.elevenlabs.bodies import CharacterAlignment, VoiceSettings
+from serving.http.elevenlabs.bodies import MANY_INPUTS, ONE_INPUT, CharacterAlignment, VoiceSettings
 from serving.http.elevenlabs.characters import Alignments, Characters
 from serving.http.errors import cut, error_of, json_fault, refusal, uncapitalized
 from serving.http.inner_session import InnerSession, told
@@ -83,7 +83,7 @@ class Context(InnerSession):
     """One context, which is a session. config: its session.config."""
 
     def __init__(self, connection: Connection, id: str | None, config: dict[str, Any]):
-        super().__init__(connection.server, connection.id, MAX_WAITING)
+        super().__init__(connection.server, connection.id, connection.path, MAX_WAITING)
         self.connection, self.id = connection, id
         self.characters = Characters("")
         self.aligned_ms = 0  # the end of the last alignment
@@ -148,6 +148,7 @@ class Connection:
 
     def __init__(self, server: Server, receive: Receive, send: Send, *, is_multi: bool, id: str | None):
         self.server, self.is_multi, self.id = server, is_multi, id
+        self.path = MANY_INPUTS if is_multi else ONE_INPUT
         self.config: dict[str, Any] = {}
         self.is_auto = False
         idle_s = server.limits.session_idle_s

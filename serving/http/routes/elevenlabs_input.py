@@ -60,7 +60,7 @@ async def speak_inputs(scope: Scope, receive: Receive, send: Send) -> None:
         except (HTTPException, Away) as error:
             # Clients show what is said here, but not the body of an answer that refuses the connection.
             refused = away(error) if isinstance(error, Away) else error
-            return await connection.refuse(log_refused(refused, id=id, path=scope["path"]))
+            return await connection.refuse(log_refused(refused, id=id, path=connection.path))
         await connection.run(config, is_auto=query.auto_mode)
 
 
