@@ -14,15 +14,19 @@ from serving.engine_client import Away
 from serving.http.elevenlabs.bodies import DEFAULT_FORMAT, ElevenLabsRequest
 from serving.http.elevenlabs.contexts import Connection
 from serving.http.elevenlabs.fields import drop_language, fields_of_speech, their_names
-from serving.http.errors import error_of, log_refused, refusal, uncapitalized
-from serving.http.handshake import chosen, offered, socket_key
-from serving.http.listener import deny
-from serving.http.quota import remember_client
+from serving.http.errors import log_refused, refusal
+from serving.http.handshake import accept, taken_place
 from serving.http.requests import request_of
-from serving.http.server import Server, check_api_key
+from serving.http.server import Server
 from serving.http.socket import away
 
 MULTI = "/multi-stream-input"
+# what parameters that are no text take
+TAKES = {
+    "seed": "an integer from 0 to 2^63 - 1",
+    "apply_text_normalization": "auto, on or off",
+    "auto_mode": "true or false",
+}
 
 
 class Query(msgspec.Struct):
@@ -42,18 +46,15 @@ class Query(msgspec.Struct):
 )
 async def speak_inputs(scope: Scope, receive: Receive, send: Send) -> None:
     """Speak texts while they arrive, for ElevenLabs' clients."""
-    server: Server = scope["litestar_app"].state.server
-    try:
-        check_api_key(server, socket_key(scope))
-        remember_client(scope)
-        place = server.sessions.take()
-    except HTTPException as error:
-        return await deny(send, error.status_code, error.detail, error_of(error).code)
+    if (place := await taken_place(scope, send)) is None:
+        return
     with place:
-        await receive()  # websocket.connect
-        await send({"type": "websocket.accept", "subprotocol": chosen(offered(scope), ""), "headers": []})
+        await accept(scope, receive, send)
+        server: Server = scope["litestar_app"].state.server
         id = scope["state"].get("request_id")
-        connection = Connection(server, receive, send, is_multi=scope["path"].endswith(MULTI), id=id)
+        connection = Connection(
+            server, receive, send, is_multi=scope["path"].rstrip("/").endswith(MULTI), id=id
+        )
         try:
             query = query_of(scope["query_string"])
             config = config_of(scope["path_params"]["voice_id"], query, server)
@@ -70,9 +71,8 @@ def query_of(query: bytes) -> Query:
     try:
         return msgspec.convert(given, Query, strict=False)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`")
-        raise refusal(400, f"{field}: {uncapitalized(what)}", field) from None
+        field = str(error).partition(" - at `$.")[2].rstrip("`")
+        raise refusal(400, f"{field} takes {TAKES[field]}", field) from None
 
 
 def config_of(voice_id: str, query: Query, server: Server) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from litestar.types import Receive, Scope, Send
 
 from serving.engine_client import Away
 from serving.http.errors import error_of
-from serving.http.handshake import chosen, offered, socket_key
+from serving.http.handshake import accept, socket_key
 from serving.http.listener import deny
 from serving.http.quota import remember_client
 from serving.http.realtime.session import PATH, Session
@@ -33,9 +33,7 @@ async def converse(scope: Scope, receive: Receive, send: Send) -> None:
         refused = away(error) if isinstance(error, Away) else error
         return await deny(send, refused.status_code, refused.detail, error_of(refused).code)
     with place:
-        await receive()  # websocket.connect
-        subprotocol = chosen(offered(scope), SUBPROTOCOL)
-        await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})
+        await accept(scope, receive, send, SUBPROTOCOL)
         await Session(server, model, receive, send).run()
 
 
