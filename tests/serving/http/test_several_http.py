@@ -47,7 +47,7 @@ def test_a_request_without_a_model_gets_the_list_of_models(server):
 
 
 def test_an_unknown_model_is_a_404_with_the_list_of_models(server):
-    fault = error(server.speak("frames 1", model="tts-1"), 404)
+    fault = error(server.speak("frames 1", model="nothing"), 404)
     assert (fault["param"], fault["code"]) == (
         "model",
         "model_not_found",
